@@ -1,4 +1,4 @@
-"""Failures that jitter or chance explains, and those that neither does."""
+"""Failures that jitter or chance explains, and failures that neither explains."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from parity.reference import Attention
 from parity.result import Check
 from parity.te import PRECISIONS
 
-# Failures that jitter explains, and those that it does not.
+# Failures that jitter explains, and failures that it does not.
 
 
 class NearKink(nn.Module):
-    """ReLUs of numbers that a few roundoffs of FP16 take across 0."""
+    """ReLUs of numbers so near 0 that a few roundoffs of FP16 change their sign."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ def test_dithered_runs_round_independently_with_twice_the_variance(dtype):
 
     nearest, *dithered = map(error, [FUSED, *(dataclasses.replace(FUSED, jitter=s, dithers=True) for s in range(2))])
     assert [(x.norm() / nearest.norm()).item() ** 2 for x in dithered] == pytest.approx([2.0, 2.0], rel=0.05)
-    # They share nothing: given the value, what a draw's error is expected to be is 0.
+    # They are independent: given the value, the expected error of a draw is 0.
     assert abs((dithered[0] * dithered[1]).sum().item()) < 0.05 * dithered[0].norm().item() ** 2
 
 
@@ -133,7 +133,7 @@ def test_operands_of_dithered_runs_round_independently_with_twice_the_variance(p
 
 
 class Expert(nn.Module):
-    """An expert's layers, weighted by a router of few tokens; a port may scale what the last layer reads."""
+    """An expert weighted by a router of few tokens; a port may scale the input of the last layer instead."""
 
     def __init__(self, linear, scales_first=False) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_right_ports_that_scale_before_a_layer_and_not_after_pass_on_every_seed(
 
 
 class Contrastive(nn.Module):
-    """Eight scores, far apart, scale every gradient."""
+    """A contrastive loss, in which eight scores, far apart, scale every gradient."""
 
     def __init__(self, linear) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_a_wrong_factor_before_few_scores_is_told():
     assert {result.status for result in results} == {"failed"}
 
 
-# Who asks hears of a failing first look before the second one begins, since the process may not live to its end.
+# A failing first look is reported before the second one begins, since the process may not survive the second look.
 
 
 def told_of(case, seed):
@@ -253,7 +253,7 @@ def test_a_part_that_failed_stays_told_while_other_parts_are_compared():
 
 
 class Beside(nn.Sequential):
-    """A linear layer, which returns the mean of its numbers beside them; each is compared by itself."""
+    """A linear layer that also returns the mean of its numbers; both are compared separately."""
 
     def __init__(self):
         super().__init__(nn.Linear(64, 64))
@@ -292,7 +292,7 @@ def test_the_models_of_the_first_look_are_kept_for_the_next_precision():
 
 
 def looks_at(margin, statistic="norm"):
-    """Return how many models were judged by, at verdicts that stay as they are."""
+    """Return the number of models in each look, with verdicts that do not change."""
     precision, kernels = PRECISIONS["fp16"], parity.te.kernels("cpu")
     (checked,) = check_case(case(), kernels.te)
     prepared = prepare(case(), checked, precision.dtype, 0, kernels)
@@ -323,7 +323,7 @@ def test_jitter_is_tried_however_many_deviations_an_error_leans_that_is_no_large
 
 
 class QueryKeyAttention(nn.Module):
-    """Attend over few tokens, with scores so large that hardly any query is undecided between two keys."""
+    """Attention over few tokens, with scores so large that hardly any query is undecided between two keys."""
 
     def __init__(self, linear, core, heads, head_dim) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ def test_a_mistake_behind_a_saturated_softmax_is_told():
 
 
 class Kinked(nn.Module):
-    """Many ReLUs, each with gradients of its own."""
+    """Many ReLUs, each with its own gradients."""
 
     def __init__(self, linear) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ def verdicts(margin, statistic="norm"):
 
 
 class Standardized(nn.Module):
-    """Lines of the port's own before a layer whose weight is used twice."""
+    """Operations of the port's own before a layer whose weight is used twice."""
 
     def __init__(self, layer, tied=True):
         super().__init__()
@@ -442,7 +442,7 @@ def test_beside_a_mistake_what_the_ports_own_lines_round_is_expected_all_the_sam
         assert [finding.title for finding in result.findings] == ["gradient-path-missing"]
 
 
-# Gradients that rounding outweighs: the size of their error is a matter of chance, of which drawn runs tell.
+# Gradients below the size of rounding: the size of their error is a matter of chance, which drawn runs show.
 
 
 HIDDEN, HEADS = 128, 2
@@ -461,7 +461,7 @@ class Normed(nn.Module):
 
 
 def decided(seq: int, values_times: float = 1.0):
-    """Biases so large that hardly a query is undecided between two keys: queries and keys get hardly a gradient."""
+    """Return a case whose biases are so large that queries hardly waver between keys, and get hardly any gradient."""
 
     def called(module: nn.Module, x: Tensor) -> Tensor:
         return values_times * module(x)
@@ -524,14 +524,14 @@ def test_nothing_more_is_granted_where_drawn_runs_agree_or_the_gradient_is_not_l
     assert allowance(TINY, errors(SCATTERED, drawn=False), limit=1.7) == 1.0
 
 
-# Gradients that are 0 but for rounding are judged by what rounding costs the others.
+# Gradients that are 0 except for rounding are judged by the rounding errors of the others.
 
 
 WIDE, MANY = 64, 4
 
 
 def vanishing_case(seq: int, wrong_bias: bool = False):
-    """Attention whose query and key get no gradient where a query sees one key, and whose key bias never gets one."""
+    """Return a case of attention whose queries that see one key give no gradient, and whose key bias never gets one."""
 
     def called(module: nn.Module, x: Tensor) -> Tensor:
         y = module(x)
@@ -566,8 +566,8 @@ def test_a_gradient_where_none_is_due_fails():
     assert "d k_proj.bias" in [tensor.label for tensor in result.tensors if not tensor.passed]
 
 
-# Norms in FP32 of few rows, which have no scatter to tell by how much a row's rounded root moves all of it, and of rows
-# whose mean outweighs what varies: how one number was rounded decides a whole row.
+# FP32 norms of few rows, which do not show how far a row's rounded root moves the whole row, and of rows whose mean
+# is larger than their variation. The rounding of one number decides the error of a whole row.
 
 
 FEW_ROWS = {

@@ -1,4 +1,4 @@
-"""Test what each statistic of an error sees, and what it does not."""
+"""Test which errors each statistic of an error detects, and which it does not."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_independent_error_of_the_same_size_stays_near_one():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_row_whose_error_is_that_of_one_element_may_be_as_unlucky_as_one_element(seed):
-    """As of a softmax, whose largest value has most of the error."""
+    """In a softmax, for example, the largest value has most of the error."""
     place = torch.randint(64, (4, 128, 1), generator=torch.Generator().manual_seed(seed))
     deviations = torch.full((4, 128, 64), 1e-5, dtype=torch.float64).scatter(2, place, 1e-3)
     error, *drawn = (Summed(deviations * draw(4, 128, 64, seed=100 * seed + i), i > 0) for i in range(1 + DRAWS))
@@ -80,7 +80,7 @@ def test_a_row_of_many_errors_may_not():
 
 
 def unluckiest_row(draw_errors, unlucky):
-    """The worst row of 64 for an error that is unlucky in the first one, next to drawn runs."""
+    """Return the worst of 64 rows for an error that is unlucky in the first one, compared with drawn runs."""
     drawn = [Summed(draw_errors(seed), is_drawn=True) for seed in range(DRAWS)]
     error = draw_errors(DRAWS)
     error[0] = unlucky * torch.stack([run.values[0] for run in drawn]).norm(dim=-1).max() * error[0] / error[0].norm()
@@ -151,7 +151,7 @@ def test_a_slice_in_which_the_models_are_lucky_is_not_expected_to_err_less_than_
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("times", [1e-2, 1e-5, 1e-8])
 def test_a_wrong_factor_in_a_small_slice_shows_beside_large_ones(dim, times):
-    """A slice is judged by its own error, however large the others' is."""
+    """A slice is judged by its own error, however large the errors of others are."""
     scale = torch.ones(4, 32, 64, dtype=torch.float64)
     scale.select(dim, 3).fill_(times)
     right, model, golden = scale * FAITHFUL, scale * MODEL, scale * GOLDEN
@@ -270,7 +270,7 @@ def test_errors_of_a_slice_that_share_their_sign_count_as_one(slices):
 
 
 def few_numbers_scale(golden, rng, drawn=False):
-    """An error of golden's factor, beside noise of each element."""
+    """Return an error that scales golden by one random factor, with some noise in each element."""
     factor = 1e-2 * torch.randn((), generator=rng, dtype=torch.float64)
     noise = 1e-3 * torch.randn(golden.shape, generator=rng, dtype=torch.float64)
     return Summed(golden * (factor + noise), drawn)
@@ -311,7 +311,7 @@ def test_independent_roundings_excuse_nothing_where_candidate_and_model_round_al
 
 
 def behind_a_clamp(*passed):
-    """A tensor of 64 whose elements but the first are 0."""
+    """Return a tensor of 64 elements, of which all but the first ones are 0."""
     return torch.tensor([*passed, *[0.0] * (64 - len(passed))], dtype=torch.float64)
 
 
@@ -357,7 +357,7 @@ def test_the_likeliest_mistake_is_the_one_that_judging_every_mistake_finds(seed,
 
 
 def test_the_largest_of_many_directions_exceeds_a_limit_no_oftener_than_one_direction_does():
-    """Components along directions of which nothing is known are as likely beyond a limit of a single one as it says."""
+    """Random components along directions without any mistake exceed the limit as rarely as a single one."""
     components = torch.randn(200_000, 12, generator=torch.Generator().manual_seed(0)).abs().amax(1)
 
     for limit, exceeded in ((2.0, 0.0455), (3.0, 0.0027)):
@@ -378,7 +378,7 @@ def test_an_output_that_no_mistake_changes_resembles_none():
 
 
 def test_a_mistake_that_another_output_lacks_is_none():
-    """Few numbers may look like anything; an output of many that was made of the same tokens knows better."""
+    """Few numbers may resemble anything; an output with many numbers from the same tokens is better evidence."""
     mistake = Hypothesis("norm-statistics", "norm statistics in bf16", "take them in FP32")
     known = [Direction(mistake, {})]
     errors = Errors(0.1, 0.1, 1.0, 1.0, 20.0, 1.0)
@@ -392,7 +392,7 @@ def test_a_mistake_that_another_output_lacks_is_none():
     assert not list(found_by_filter([of_few, of_many], known))
 
 
-# What kernels do that leans is taken out of an error along its own direction, and nothing else is.
+# The bias of a kernel is removed from an error along its own direction, and nothing else is.
 
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -449,7 +449,7 @@ def test_few_elements_are_compared_with_the_base():
     assert found.left.values.item() == pytest.approx(0.001)
 
 
-# Whether drawn runs show that few roundings decide how large an error is.
+# Whether drawn runs show that few roundings decide the size of an error.
 
 
 RUNS, TOKENS, WIDTH = 16, 8, 128
@@ -465,7 +465,7 @@ def normal(*shape: int):
 
 
 def one_row_is_moved(generator: torch.Generator) -> Tensor:
-    """A single number moves all of the first row beside many small roundings, as a saturated softmax's score does."""
+    """Return small errors of all elements plus one that moves the whole first row, like a saturated softmax's score."""
     error = normal(TOKENS, WIDTH)(generator)
     error[0] += 2.0 * torch.randn(1, dtype=torch.float64, generator=generator)
     return error
@@ -499,7 +499,7 @@ def test_few_or_infinite_runs_tell_nothing():
     assert not scatters([*runs[:3], infinite, infinite])
 
 
-# Sums that are taken once equal those taken anew.
+# Stored sums equal sums that are computed again.
 
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)

@@ -1,4 +1,4 @@
-"""Calibration: drawn models, what is measured of them, and the command."""
+"""Calibration: randomly drawn models, the errors measured on them, and the command."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from parity.lab.zoo.hosts import HOSTS
 from parity.te import PRECISIONS
 from parity.user_error import UserError
 
-# Models drawn at random, on which false alarms are counted.
+# Randomly drawn models, on which false alarms are counted.
 
 
 def drawn(position: int) -> list:
-    """Hosts, lines or the end of every model."""
+    """Return the hosts, the lines or the end of every model."""
     return [case.factory.args[position] for case in MODELS.values()]
 
 
@@ -71,7 +71,7 @@ def test_a_value_that_rounding_takes_across_a_kink_widens_no_law():
     kernels = te.kernels("cpu")
     case = registry.load_case(CASES / "mlp.py", "layernorm_mlp_relu")
     (checked,) = check_case(case, kernels.te)
-    samples = draw(case, checked, PRECISIONS["fp32"], 3, kernels, draws=0)  # a seed at which one value crosses
+    samples = draw(case, checked, PRECISIONS["fp32"], 3, kernels, draws=0)  # at this seed one value crosses the kink
     slices = [sample.value for sample in samples if sample.kind == "weight gradient" and sample.statistic == "slice"]
     assert 0.5 < max(slices) < 1.5
 
@@ -141,7 +141,7 @@ LINEARS = """
 
 
 def linears(tmp_path, factor):
-    """Settings that measure nine Linears, each of whose ports is off by a factor."""
+    """Return settings that measure nine Linears, each with a port that is off by a factor."""
     file = tmp_path / f"linears_times_{str(factor).replace('.', '_')}.py"
     file.write_text(textwrap.dedent(LINEARS).replace("FACTOR", str(factor)))
     return Settings((str(file),), ("bf16",), (0,), 0, "cpu")
@@ -169,7 +169,7 @@ def test_right_ports_are_not_refused_however_few_they_are(tmp_path, capsys):
 
 
 def samples(ratio, precision="bf16", statistic="norm"):
-    """Return samples of twelve tensors of three pairs; the last pair's errors are so many times what is expected."""
+    """Return samples of twelve tensors of three pairs; the last pair's errors are ``ratio`` times the expected ones."""
     return [
         Sample(f"pair{i // 4} 2x16", precision, "output", f"tensor{i}", "te", 0, statistic, ratio if i >= 8 else 1.0)
         for i in range(12)
@@ -178,7 +178,7 @@ def samples(ratio, precision="bf16", statistic="norm"):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Return what is measured, without running anything."""
+    """Return the list that a measurement returns, without running anything."""
     found = []
     monkeypatch.setattr(calibration, "_check_enough", lambda settings: None)
     monkeypatch.setattr(calibration, "measure", lambda settings, workers: Measured(list(found)))

@@ -1,4 +1,4 @@
-"""FLOP formulas: against PyTorch's counter, against norms written out, and laws that they obey."""
+"""FLOP formulas against PyTorch's counter and against norms that are written out, and laws that the formulas obey."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ ELEMENTS = TOKENS * HIDDEN
 
 
 class ElementCounter(TorchDispatchMode):
-    """Counts additions and multiplications of whole ``[TOKENS, HIDDEN]`` tensors, and the sums over them."""
+    """Counts additions and multiplications of whole ``[TOKENS, HIDDEN]`` tensors, and sums over them."""
 
     def __init__(self) -> None:
         super().__init__()

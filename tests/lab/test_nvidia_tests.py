@@ -1,4 +1,4 @@
-"""NVIDIA's tests on the CPU kernels: how they are found, drawn, run within limits, and told of, on a small checkout."""
+"""NVIDIA's tests on the CPU kernels: how they are found, drawn, run within limits and reported, on a small checkout."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
     folder, report_file = tmp_path / "kept", tmp_path / "report.md"
 
     def run(sample: int | None, **options: Any) -> list[dict[str, Any]]:
-        limits = Limits(seconds=10, gibibytes=1.5)  # 2 GiB take a slow machine seconds
+        limits = Limits(seconds=10, gibibytes=1.5)  # filling 2 GiB takes a slow machine seconds
         command.run(
             str(small_checkout), folder, report_file, ["hopper"], sample, 0, 1, limits, "^test_one.py$", {}, **options
         )
@@ -266,7 +266,7 @@ def test_a_sample_is_drawn_by_names_and_has_tests_of_each_file() -> None:
 
     hundred = drawn(100)
     assert hundred.keys() == {(gpu, file) for gpu in ("hopper", "blackwell") for file in "ab"}
-    assert sum(portion.wanted for portion in hundred.values()) == 100  # one of each file, and 48 more of each long one
+    assert sum(portion.wanted for portion in hundred.values()) == 100  # one of each file, and 48 more of each long file
     assert set(hundred["hopper", "b"].tests) == {"b::two", "b::three"}
     a = hundred["hopper", "a"]
     assert len(a.tests) > 10 * a.wanted

@@ -1,4 +1,4 @@
-"""A campaign makes what its record lacks, and nothing twice; and the record tells which code its results are of."""
+"""A campaign computes what its record lacks, nothing twice, and the record says which code its results belong to."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_processes_make_every_job(tmp_path: Path) -> None:
     assert dict(made((-1, -2, -3), abs, "taking magnitudes", 2)) == {-1: 1, -2: 2, -3: 3}
 
 
-# The record of a study, and which code its results are of.
+# The record of a study, and the code that its results belong to.
 
 
 NOW = {"torch": "2", "parity.numerics.errors": "a", "parity.te": "b"}
@@ -178,7 +178,7 @@ def _table(found): return _rounded(found) + {shown}
         ({"constant": "SHOWN", "shown": "SHOWN"}, False),
         ({"step": "2"}, True),
         ({"constant": "STEP", "step": "STEP"}, True),
-        ({"constant": "OTHER"}, True),  # neither needs it, so it may be for what runs on import
+        ({"constant": "OTHER"}, True),  # no function needs it, so it may be used on import
     ],
 )
 def test_of_a_study_with_its_report_only_what_measures_counts(changed: dict[str, str], counts: bool) -> None:

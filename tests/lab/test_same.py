@@ -1,4 +1,4 @@
-"""The ruler of a refactoring: ``parity lab same`` finds every value that two versions do not share."""
+"""Compare the results of a refactoring: ``parity lab same`` finds every value in which two versions differ."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_records_of_parity_run_are_compared_item_by_item(tmp_path: Path) -> None
             record.append(path, record.result_line(result(case=case, margin=margin)))
         paths.append(path)
     changed = {each.run: (each.old, each.new) for each in same.compare(*paths).differences if "margin" in each.place}
-    assert sorted(changed.values()) == [(0.25, 0.3), (0.3, 0.35)]  # the margins that ``fakes.result`` makes of these
+    assert sorted(changed.values()) == [(0.25, 0.3), (0.3, 0.35)]  # the margins that ``fakes.result`` makes of them
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The matrix of TransformerEngine's versions: its environments, how it counts, and what it shows."""
+"""The matrix of TransformerEngine's versions: its environments, its counts, and what it shows."""
 
 from __future__ import annotations
 

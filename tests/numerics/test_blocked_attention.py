@@ -1,4 +1,4 @@
-"""Attention in blocks of queries: the same numbers as attention written out, without its memory."""
+"""Attention in blocks of queries gives the same numbers as attention that is written out, with less memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(call: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """The result and the gradient of each floating-point input."""
+    """Return the result and the gradient of each floating-point input."""
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     result = call(*leaves)
     above = torch.randn(result.shape, generator=torch.Generator().manual_seed(1), dtype=result.dtype)
@@ -49,7 +49,7 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 def masked(kind: str, heads: int, queries: int, keys: int) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
-    """A mask as an input, if it is one, and further arguments: as PyTorch writes it, and as a written-out twin."""
+    """Return a mask as an input, if it is one, and the arguments for PyTorch's mask and for its written-out twin."""
     if kind == "causal":
         return [], {"is_causal": True}, {"is_causal": True}
     if kind == "lower right":
@@ -78,7 +78,7 @@ def test_blocks_give_pytorchs_attention_and_its_gradients(
 ) -> None:
     torch.manual_seed(seed)
     if kind == "lower right":
-        keys = max(keys, queries)  # PyTorch warns of rows without keys otherwise
+        keys = max(keys, queries)  # otherwise PyTorch warns of rows without keys
     shapes = ((2, heads[0], queries, 8), (2, heads[1], keys, 8), (2, heads[1], keys, 6))
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     mask, ours, theirs = masked(kind, heads[0], queries, keys)
@@ -105,7 +105,7 @@ def test_the_reference_in_blocks_is_the_one_written_out(
 ) -> None:
     queries, keys = lengths
     inputs = [torch.randn(2, n, heads, 4, dtype=torch.float64) for n, heads in ((queries, 4), (keys, 2), (keys, 2))]
-    seen = 3 if window is None else keys  # of each query at least one
+    seen = 3 if window is None else keys  # each query sees at least one key
     is_padding = torch.arange(keys) >= torch.tensor([keys, seen])[:, None]
     module = CoreAttention(causal, window)
     blocked = gradients(module, [*inputs, is_padding])
@@ -128,7 +128,7 @@ def test_what_pytorch_refuses_is_refused_in_its_words() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation returns."""
+    """Records the size of the largest tensor that any operation returns."""
 
     elements = 0
 
@@ -151,7 +151,7 @@ def test_no_tensor_is_larger_than_a_block_or_an_input(length: int) -> None:
     with attention_in_blocks():
         blocked = largest(length, lambda *x: F.scaled_dot_product_attention(*x, is_causal=True))
     assert blocked == 2 * length * 4
-    with sdpa_kernel(SDPBackend.MATH):  # what a GPU has for FP64
+    with sdpa_kernel(SDPBackend.MATH):  # which a GPU uses for FP64
         assert largest(length, lambda *x: F.scaled_dot_product_attention(*x, is_causal=True)) == 2 * length**2
 
 
@@ -192,7 +192,7 @@ def freedom(request: pytest.FixtureRequest) -> Freedom:
 
 
 def rounded_gradients(dtype: torch.dtype, freedom: Freedom, inputs: list[Tensor]) -> list[Tensor]:
-    """Causal attention under the rounding model."""
+    """Return the result and gradients of causal attention under the rounding model."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     with rounded(Rounding(dtype), freedom=freedom) as phase:
         result = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
@@ -204,7 +204,7 @@ def rounded_gradients(dtype: torch.dtype, freedom: Freedom, inputs: list[Tensor]
 def test_the_rounding_model_in_blocks_rounds_where_the_one_written_out_does(
     freedom: Freedom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums in another order round a few elements to the other neighbour; one that is rounded once more moves all."""
+    """Sums in another order round a few elements differently; an extra rounding changes all of them."""
     torch.manual_seed(0)
     inputs = [torch.randn(2, heads, 24, 20).bfloat16().float() for heads in (4, 2, 2)]
     blocked = rounded_gradients(torch.bfloat16, freedom, inputs)

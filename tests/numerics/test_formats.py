@@ -1,4 +1,4 @@
-"""Number formats, and how far apart numbers are: errors, and when they are taken in FP64."""
+"""Number formats and error measures, and when errors are computed in FP64."""
 
 import math
 
@@ -159,7 +159,7 @@ def test_a_format_is_alike_both_ways_if_it_does_not_matter_which_dimension_a_gem
     assert is_alike_both_ways(fmt) is torch.equal(fmt(x, 0), fmt(x, 1))
 
 
-# Error measures.
+# Measures of errors.
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -253,7 +253,7 @@ def test_relative_measures_do_not_depend_on_units(values, unit):
     assert measure(x * unit, golden * unit).cosine == pytest.approx(1.0)
 
 
-# Errors are taken in FP32 where it holds them, to its precision, and in FP64 elsewhere.
+# Errors are computed in FP32 if it is precise enough for them, and in FP64 otherwise.
 
 
 def golden(scale=1.0, shape=(8, 64)):

@@ -1,4 +1,4 @@
-"""Test what faithful kernels may do in one way or another: beside kinks, at ties, and as a GPU's kernels choose."""
+"""Test the freedom of faithful kernels: beside kinks, at ties, and in choices of a GPU's kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parity.passes.all_passes import jittered
 from parity.report import environment
 from parity.te import PRECISIONS
 
-# Values beside kinks: where they are moved to, and what that changes.
+# Values beside kinks: where they are moved, and what that changes.
 
 
 NOISE = 0.01
@@ -101,7 +101,7 @@ def test_the_next_to_the_largest_is_chosen_where_it_is_as_near(function):
 
 
 def test_numbers_that_are_larger_than_most_may_be_farther_off():
-    """The largest of many are: they are ten times as large as usual here, and so is what is lost of them."""
+    """The largest of many numbers are: here they are ten times as large as usual, and so are their errors."""
     x = torch.cat([torch.ones(2, 998), torch.tensor([[10.2, 10.0], [1.2, 1.0]])], 1)
     noted = Kinks()
     gradients(lambda x: x.amax(1), x - NOISE, noted)
@@ -121,7 +121,7 @@ def test_the_largest_of_truths_is_left_alone():
 
 
 def test_each_call_has_the_error_that_is_measured_there():
-    """A coarse tensor and a fine one, both 0.02 below 0: the coarse one's values may be above."""
+    """Both tensors are 0.02 below 0, a coarse one and a fine one; only values of the coarse one may be above."""
     x = torch.full((2, 64), -0.02)
 
     def function(x):
@@ -185,7 +185,7 @@ def test_another_bound_of_a_clamp_is_told():
     assert result.status == "failed"
 
 
-# Choices of the largest of many numbers: where the model makes a port's, and what that changes.
+# Choices of the largest of many numbers: where the model follows the port's choice, and what that changes.
 
 
 def chosen(scores, count=1, **choices):
@@ -201,7 +201,7 @@ def chosen(scores, count=1, **choices):
 
 
 def rows(*first):
-    """Scores whose errors are of the size of ``NOISE``, those asked for on top."""
+    """Return scores, with these rows on top, and scores with errors of the size of ``NOISE``."""
     torch.manual_seed(0)
     scores = torch.cat([torch.tensor(first), 1.0 + torch.rand(64, len(first[0]))])
     return scores, scores + NOISE * torch.randn_like(scores)
@@ -265,7 +265,7 @@ def test_a_ports_choices_are_those_of_its_last_pass_with_gradients_and_of_the_pr
 
 
 class Mixture(nn.Module):
-    """A token goes to the two likeliest of eight experts."""
+    """A mixture that sends each token to the two likeliest of eight experts."""
 
     def __init__(self, linear, norm_topk=False):
         super().__init__()
@@ -311,7 +311,7 @@ def test_a_mistake_in_a_mixture_is_found_all_the_same():
 
 
 class RoutedInFp32(nn.Module):
-    """As routers should be: no token of a right port goes to another expert than in FP64."""
+    """A mixture with its router in FP32, so that no token of a correct port goes to another expert than in FP64."""
 
     def __init__(self, linear, weighed_by=1.0):
         super().__init__()
@@ -344,7 +344,7 @@ def test_what_other_experts_cost_is_not_expected_of_a_port_that_chooses_the_righ
     assert max(tensor.expected.relative_l2 for tensor in output) < 0.01
 
 
-# The noise of a jittered pass's inputs.
+# The noise of the inputs in a jittered pass.
 
 
 IN_FP32, JITTER = Rounding(torch.float32), dataclasses.replace(FUSED, jitter=1)
@@ -368,7 +368,7 @@ def test_inputs_stay_in_other_passes(rounding, freedom):
     assert jittered(x, rounding, freedom) is x
 
 
-# The rounding model's account of what GEMM kernels do agrees with the CPU kernels' emulation, which is other code.
+# The rounding model of GEMM kernels agrees with the CPU kernels' emulation, which is independent code.
 
 
 def matrices(inner: int, mean: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -441,14 +441,14 @@ def test_parts_of_a_sum_are_stored():
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_model_knows_each_choice_of_the_table_that_matters(precision):
-    """What makes an error smaller, or none larger by a thousandth, needs no room."""
+    """A choice that makes an error smaller, or at most a thousandth larger, needs no room."""
     needs_none = {names.FP32_EXACT, names.TF32_TIES_AWAY, names.MX_25_BIT}
     of_table = {choice.name for choice in CHOICES if precision in choice.precisions} - needs_none
     rounding = PRECISIONS[precision].rounding
     assert {*leaning(rounding), *noisy_sums(rounding)} == of_table
 
 
-# No right port is rejected whatever faithful kernels do: each choice alone, and all that can hold together.
+# No correct port is rejected under anything that faithful kernels do: each choice alone, or all compatible ones.
 
 
 on_the_cpu_kernels = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU kernels alone have these options")
@@ -458,10 +458,10 @@ def cases_of(*modules: ModuleType) -> list[Case]:
     return [value for module in modules for value in vars(module).values() if isinstance(value, Case)]
 
 
-# Norms multiply no matrices, so that no choice concerns them.
+# Norms multiply no matrices, so no choice affects them.
 CASES = cases_of(attention, layer, linear, mlp)
-# A layer, which has linear layers, a gated MLP and attention in it, and an MLP whose sums are of one sign; the zoo's
-# study of kernels' freedoms has all cases.
+# A layer, which contains linear layers, a gated MLP and attention, and an MLP whose sums are of one sign. The zoo's
+# study of kernels' freedoms covers all cases.
 FEW = ("layernorm_mlp_relu", "transformer_layer_llama")
 SHOWS_IN = {
     names.TF32_TRUNCATED: "fp32",
@@ -504,7 +504,7 @@ def test_right_port_passes_under_each_choice(name, case):
 @on_the_cpu_kernels
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block"])
 def test_right_port_passes_under_all_of_a_hopper_together(precision):
-    """A whole layer: its parts are there under each choice."""
+    """Compare a whole layer, whose parts are also compared under each choice."""
     (case,) = (case for case in CASES if case.name == "transformer_layer_llama")
     smaller = dataclasses.replace(case, sizes=(case.sizes[0] | dict(batch=1, seq=64),))
     with kernel_choices(*TOGETHER):
@@ -519,7 +519,7 @@ ONE_SIGN = {
 
 
 def one_sign(kind: str, inner: int, factor: float = 1.0) -> parity.Pair:
-    """Return a Linear whose sums lean; a port that multiplies by another factor is wrong."""
+    """Return a pair of Linears whose sums lean to one sign; a port that multiplies by another factor is wrong."""
     reference = nn.Linear(inner, 48, bias=False)
     with torch.no_grad():
         _, weight = ONE_SIGN[kind](torch.zeros(1), torch.randn(48, inner, generator=torch.Generator().manual_seed(0)))
@@ -583,7 +583,7 @@ def test_sums_of_one_sign_may_be_cut_to_fp32_as_they_grow(kind, inner, precision
 @pytest.mark.parametrize("chosen", [(), (names.TF32_TRUNCATED,), (names.FP8_14_BIT,)])
 @pytest.mark.parametrize("precision", ["fp32", "fp8_current"])
 def test_wrong_factor_is_no_freedom_of_a_kernel(precision, chosen):
-    """A factor of 1.2 is beyond what short sums lose of a sum of 1,024 terms, 1.5 %, and far beyond TF32's 0.07 %."""
+    """A factor of 1.2 is beyond the loss of short sums in a sum of 1,024 terms, 1.5 %, and far beyond TF32's 0.07 %."""
     with kernel_choices(*chosen):
         (result,) = parity.compare(leaning_case("all positive", 1024, factor=1.2), [precision], diagnose=False)
     assert result.status == "failed"
@@ -600,13 +600,13 @@ def test_what_is_granted_is_noted():
 @on_the_cpu_kernels
 @pytest.mark.parametrize("name", [names.FP32_EXACT, names.TF32_TRUNCATED])
 def test_one_rounding_of_a_loss_that_scales_all_gradients_may_be_missing(name):
-    """The model's own rounding of few scores is a factor of all gradients, which more accurate kernels lack."""
+    """The model rounds few scores, which scales all gradients by a factor that more accurate kernels lack."""
     (host,) = [host for host in HOSTS.values() if host.name == "model_with_loss"]
     with kernel_choices(name):
         assert rejected("fp32", dataclasses.replace(host, sizes=host.sizes[:1])) == []
 
 
-# The table of what TE's kernels may do otherwise on each GPU, and where a report names it.
+# The table of differences that TE's kernels may have on each GPU, and where a report names them.
 
 
 def test_every_option_of_the_cpu_kernels_has_a_row_with_its_source() -> None:

@@ -1,4 +1,4 @@
-"""Golden is FP64 throughout, also where the reference asks for FP32, and computed where FP64 is faster."""
+"""Golden is FP64 throughout, even where the reference asks for FP32, and is computed where FP64 is faster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import parity
 from parity.numerics import golden
 from parity.numerics.golden import in_blocks_and_one_by_one, in_fp64, seconds_of_gemm
 
-# Golden is FP64 throughout, also where the reference asks for FP32.
+# Golden is FP64 throughout, even where the reference asks for FP32.
 
 
 te = parity.te.kernels("cpu").te
@@ -85,7 +85,7 @@ def test_a_gradient_goes_through_such_a_cast_that_the_backward_pass_makes_again(
 
 
 class NormInFp32(nn.Module):
-    """As a model's author writes one that must not run in half precision."""
+    """A norm written to compute in FP32, because it must not run in half precision."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_reference_with_checkpoints_is_compared(use_reentrant):
     assert [result.status for result in parity.compare(pair, ["fp32", "bf16"])] == ["passed", "passed"]
 
 
-# References that multiply all experts in one call of PyTorch's, which has no kernel for FP64.
+# References that multiply all experts in one call of PyTorch, which has no FP64 kernel.
 
 
 ROWS, WIDTH, EXPERTS = (32, 0, 16), 64, 3
@@ -142,7 +142,7 @@ needs_grouped_mm = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this
 
 
 class Experts(nn.Module):
-    """As transformers keeps and multiplies the experts of a mixture."""
+    """A mixture's experts, stored and multiplied as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_a_reference_with_grouped_products_is_compared(precision):
     assert [(result.status, result.reason) for result in results] == [("passed", "")] * 3
 
 
-# Golden is computed where FP64 is faster.
+# Golden is computed on the device where FP64 is faster.
 
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Test what the rounding model takes for a GEMM's operands: which products are linear layers, and when each is cast."""
+"""Test which products the rounding model treats as linear layers' GEMMs, and when it casts each operand."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from parity.numerics.rounding import rounded
 from parity.numerics.storing import OperandsRead
 from parity.te import PRECISIONS
 
-# An operand is cast once, however many GEMMs read it, as long as it stays what it was.
+# An operand is cast once, however many GEMMs read it, as long as it does not change.
 
 
 class Reader:
-    """Reads matrices and counts the casts, each of which doubles."""
+    """Reads matrices through a cast that doubles them, and counts the casts."""
 
     def __init__(self):
         self.casts = 0
@@ -95,11 +95,11 @@ def test_what_is_kept_counts_with_its_bytes_but_for_casts_that_copy_nothing():
     assert read.held == x.nbytes
 
 
-# Products of two activations are no linear layers, and computed weights are weights.
+# Products of two activations are not linear layers, and computed weights are weights.
 
 
 class Similarity(nn.Module):
-    """InfoNCE: each of the first half's rows is to find its partner in the second half."""
+    """InfoNCE, in which each row of the first half should find its partner in the second half."""
 
     def __init__(self, linear, scale=1.0):
         super().__init__()
@@ -155,7 +155,7 @@ class Core(nn.Module):
 
 
 def operands_that_stay(product, parameters=("w",)):
-    """Return whether a product reads its operands as they are in FP32, and its gradients do, under FP8's rounding."""
+    """Return, for a product and each of its gradients, whether the operands stay exact under FP8's rounding."""
     torch.manual_seed(0)
     leaves = {name: torch.randn(32, 32).bfloat16().float().requires_grad_() for name in ("x", "y", "w", "v")}
     with rounded(PRECISIONS["fp8_current"].rounding, [leaves[name] for name in parameters], FUSED) as phase:
@@ -205,7 +205,7 @@ def test_what_an_embedding_returns_is_an_activation():
     assert all(operands_that_stay(lambda w, v, **_: F.embedding(ids, w) @ F.embedding(ids, v).T, parameters=("w", "v")))
 
 
-# Convolutions whose patches lie side by side are linear layers, also to the rounding model.
+# Convolutions of patches that do not overlap are linear layers, also for the rounding model.
 
 
 SHAPES = [
@@ -267,7 +267,7 @@ class Embedding(nn.Module):
 
 
 class LinearEmbedding(nn.Module):
-    """The same with TE's linear layer."""
+    """The same embedding with TE's linear layer."""
 
     def __init__(self, te) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Test what a port leaves to PyTorch, between TE's modules, is known, and what it rounds is expected of the port."""
+"""Test that calls that a port leaves to PyTorch between TE's modules are known, and that their rounding is expected."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from parity.numerics.freedom import UNFUSED
 from parity.numerics.plain import ADDED_BIAS, ADDED_TO_SUM, CAST, as_in, plain_calls
 from parity.numerics.rounding import rounded
 
-# What a port calls by itself between TE's modules is known, and what it rounds is expected of the port.
+# The calls that a port makes itself between TE's modules are known, and their rounding is expected of the port.
 
 
 WIDTH = 64
 
 
 class Between(nn.Module):
-    """A function, and a layer that reads what it returns."""
+    """A function, and a layer that reads its result."""
 
     def __init__(self, layer: nn.Module, function) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ LOOKUPS = {
 
 
 class WithTable(nn.Module):
-    """A layer whose result a learned table of a few rows is added to, token by token."""
+    """A layer with a learned table of a few rows, of which one is added to each token."""
 
     def __init__(self, layer: type[nn.Module], lookup) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_table_that_is_read_often_has_the_error_that_summing_its_gradient_cost
 
 
 class Dtypes(TorchDispatchMode):
-    """Note the dtype of the first argument of each call."""
+    """Records the dtype of the first argument of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_wrong_lines_fail(function, changed, precision):
 
 
 class NormInFP32(nn.Module):
-    """As models of transformers have it, whatever dtype they run in."""
+    """The norm of models in transformers, which computes in FP32 whatever the model's dtype is."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +230,7 @@ def test_a_norm_that_a_port_computes_in_fp32_rounds_what_it_casts_alone():
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
 def test_a_norm_of_small_values_is_no_port_s_to_compute_in_fp16_because_its_lines_are(norm):
-    """The cube of a root of 100 is beyond FP16; TE's norms, and most that are written by hand, compute it in FP32."""
+    """The cube of a root of 100 overflows FP16; TE's norms, and most that are written by hand, compute it in FP32."""
     layer, x = norm(WIDTH, eps=1e-6), (0.01 * torch.randn(4, WIDTH)).requires_grad_()
     (exact,) = torch.autograd.grad(layer(x).relu().square().sum(), x)
     with rounded(Rounding(torch.float16), layer.parameters(), dataclasses.replace(UNFUSED, plain=("relu",))) as phase:
@@ -241,7 +241,7 @@ def test_a_norm_of_small_values_is_no_port_s_to_compute_in_fp16_because_its_line
 
 
 def rms_norm_and_loss(x: Tensor, labels: Tensor) -> Tensor:
-    """A norm in FP32 that stores its result, as Hugging Face's, and a loss in FP32 behind it."""
+    """Return the FP32 loss of an FP32 norm that stores its result in the input's dtype, as in Hugging Face."""
     wide = x.float()
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).type_as(x)
     return F.cross_entropy(normed.float(), labels).view(1)
@@ -249,7 +249,7 @@ def rms_norm_and_loss(x: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_port_whose_casts_round_gradients_that_are_all_alike_passes(precision):
-    """Nine in ten of a label's gradient is the same number in each row, so that its rounding is all rows' alike."""
+    """Nine in ten of a label's gradients are the same number in each row, so they all have the same rounding error."""
 
     class Model(nn.Module):
         def __init__(self, layer: nn.Module) -> None:
@@ -270,11 +270,11 @@ def test_a_port_whose_casts_round_gradients_that_are_all_alike_passes(precision)
         assert result.passed, (result.seed, result.margin, result.findings)
 
 
-# What PyTorch's own kernels do to a port is expected of it: they are the port's, and nothing of TE stands for them.
+# Rounding by PyTorch's own kernels is expected of a port, because no module of TE replaces them.
 
 
 class Images(nn.Module):
-    """A convolution and a batch norm in front of a linear layer; a bias in front of a batch norm has no gradient."""
+    """A convolution and a batch norm before a linear layer; a bias before a batch norm has no gradient."""
 
     def __init__(self, linear) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Images(nn.Module):
 
 
 class Groups(nn.Module):
-    """A group norm behind a linear layer."""
+    """A group norm after a linear layer."""
 
     def __init__(self, linear) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Groups(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of which something is computed first, and a mean over the tokens that count."""
+    """A layer that first computes with a parameter, and a mean over the tokens that count."""
 
     def __init__(self, linear) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class Mixed(nn.Module):
 
 
 class Typed(nn.Module):
-    """An embedding whose rows are read by many tokens each."""
+    """An embedding with two rows, each of which many tokens read."""
 
     def __init__(self, linear) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ def test_right_ports_with_layers_that_te_has_not_pass_on_every_seed(module, shap
     assert {result.status for result in results} == {"passed"}
 
 
-# A bias that TE hands out and the port adds is rounded where the port adds it, and that is expected of the port.
+# A bias that TE returns for the port to add is rounded where the port adds it, and the model expects that.
 
 
 SUMS = {
@@ -356,7 +356,7 @@ SUMS = {
 
 @pytest.mark.parametrize(("residual_sum", "names"), SUMS.values(), ids=SUMS)
 def test_the_model_rounds_where_the_port_adds_the_bias(residual_sum, names):
-    # Numbers whose products sum exactly in FP32, in whatever order a machine sums them.
+    # These products sum exactly in FP32, in any order.
     layer, x = nn.Linear(WIDTH, WIDTH), torch.randint(-64, 65, (2, 16, WIDTH)).bfloat16() / 16
     with torch.no_grad():
         for parameter in layer.bfloat16().parameters():
@@ -384,7 +384,7 @@ def test_what_is_added_to_activations_and_is_no_vector_that_is_trained_is_no_bia
 
 
 class PostNormMLP(nn.Module):
-    """BLOOM's second half: the residual connection starts at the norm."""
+    """BLOOM's second half, in which the residual connection starts at the norm's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,11 +416,11 @@ def test_a_port_that_adds_the_bias_after_the_residual_connection_passes(precisio
     assert [result.margin for result in results if not result.passed] == []
 
 
-# An input may be read by a layer of TE's and by a plain one: each gradient is rounded as its own layer's is.
+# If a TE layer and a plain one read the same input, each gradient is rounded as its own layer's is.
 
 
 class Both(nn.Module):
-    """Two layers of one input, of which a port leaves the second to PyTorch."""
+    """Two layers that read one input, of which a port leaves the second to PyTorch."""
 
     def __init__(self, linear, frozen: bool) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def test_gradients_are_rounded_to_their_own_format_in_the_backward_pass():
         phase.begin_backward()
         y.backward(dy)
     dy_read, x_read = e5m2(bf16(dy), amax=largest(dy)), e4m3(bf16(x.detach()), amax=largest(x.detach()))
-    weight_read = e4m3(bf16(weight.detach()))  # its scale comes from what is stored
+    weight_read = e4m3(bf16(weight.detach()))  # its scale comes from the stored values
     assert torch.equal(x.grad, bf16(dy_read @ weight_read))
     assert torch.equal(weight.grad, bf16(dy_read.t() @ x_read))
 
@@ -89,7 +89,7 @@ def test_a_fused_kernel_takes_a_tensors_scale_before_it_stores_the_tensor(freedo
     x, weight = torch.full((4, 64), 55.9996), torch.eye(64)
     with rounded(FP8, [weight], freedom=freedom):
         y = F.linear(x, weight)
-    # What is stored is 56; the scale is of what was computed, or of what was stored.
+    # The stored value is 56; the scale comes from the computed or from the stored value.
     assert torch.equal(y, bf16(e4m3(bf16(x), amax=torch.tensor(55.9996 if freedom is FUSED else 56.0))))
 
 
@@ -177,7 +177,7 @@ def test_without_any_part_nothing_is_rounded():
 
 
 def test_weights_that_te_quantizes_as_one_share_their_scale():
-    # One term a sum, so that GEMMs of other sizes give the same bits.
+    # With one term in each sum, GEMMs of other sizes give the same bits.
     x, small, large = torch.eye(64), torch.randn(8, 64), 3.3 * torch.randn(8, 64)
     together = torch.cat((small, large))
     with rounded(FP8, [small, large], scaled_together=[[small, large]]):
@@ -219,7 +219,7 @@ def test_a_sink_that_is_the_largest_of_its_row_shifts_what_probabilities_are_rou
 
 @pytest.mark.parametrize("sinks", [0, 1])
 def test_a_flash_kernel_takes_the_mean_gradient_of_a_row_from_its_stored_output(sinks):
-    """With one key the two terms of the score's gradient all but cancel, so what is left shows how O was rounded."""
+    """With one key, both terms of the score's gradient nearly cancel, so the rest shows how O was rounded."""
     score, value, dy = torch.zeros(1, 1, 1, 1, requires_grad=True), torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64)
     with rounded(BF16, [], FUSED) as phase:
         probability = torch.cat((score, torch.full((1, 1, 1, sinks), 0.7)), -1).softmax(-1)[..., :1]
@@ -288,14 +288,14 @@ def test_a_mask_that_is_added_to_scores_is_no_bias_to_round():
     assert torch.equal(masked, bf16(q) @ bf16(k) + mask)
 
 
-# Casts of a reference in FP32 round as they do in one of a 16-bit dtype.
+# Casts to FP32 and back round in an FP32 run of the reference as they do in a 16-bit run.
 
 
 DTYPES = [torch.bfloat16, torch.float16]
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """As Hugging Face's Llama has it."""
+    """Return the norm of Hugging Face's Llama."""
     dtype = x.dtype
     wide = x.to(torch.float32)
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
@@ -316,7 +316,7 @@ LINES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def run(line: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a line returns, and the gradient of its input, in FP32."""
+    """Return a line's result and the gradient of its input, in FP32."""
     x = x.clone().requires_grad_()
     output = line(x)
     weights = torch.linspace(0.3, 1.7, output.numel()).bfloat16().to(output.dtype)
@@ -346,7 +346,7 @@ def test_a_table_without_a_gradient_is_left_as_it_is():
         assert torch.equal(angles.float().cos().to(torch.float32), angles.cos())
 
 
-# What was rounded is known as such, as long as it is what it was.
+# A rounded tensor is recognised as long as it does not change.
 
 
 def test_a_rounded_tensor_and_its_views_are_known():
@@ -367,7 +367,7 @@ def test_a_tensor_that_was_written_to_is_not():
 
 def test_a_tensor_in_the_memory_of_one_that_is_gone_is_not():
     stored, memory = Stored(), set()
-    for _ in range(1000):  # the allocator gives the same memory out again
+    for _ in range(1000):  # the allocator reuses the memory
         x = torch.randn(256)
         assert x not in stored
         memory.add(x.data_ptr())
@@ -376,11 +376,11 @@ def test_a_tensor_in_the_memory_of_one_that_is_gone_is_not():
     assert len(memory) < 1000
 
 
-# Recurrent layers that a port keeps are expected to round at each of their steps.
+# Recurrent layers that a port keeps are expected to round at each step.
 
 
 class Tagger(nn.Module):
-    """A recurrent layer, which TE has none of, and a linear one."""
+    """A recurrent layer, which TE does not have, and a linear one."""
 
     def __init__(self, recurrent, linear):
         super().__init__()

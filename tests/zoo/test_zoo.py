@@ -1,4 +1,4 @@
-"""The zoo: its bugs are mistakes, and which rules find them in its hosts."""
+"""The zoo: its bugs are real mistakes, and rules find them in its hosts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from parity.passes.prepare import Prepared, prepare
 from parity.te import PRECISIONS, Precision
 from parity.user_error import UserError
 
-# Each planted bug is a mistake indeed, in a port that is right without it.
+# Each planted bug is a real mistake, in a port that is correct without it.
 
 
-# Far above what another order of FP32 sums changes, far below the weakest bug: another eps on inputs of variance 1.
+# Far above the effect of another order of FP32 sums, far below the weakest bug: another eps on inputs of variance 1.
 LEAST_EFFECT = 1e-6
-# What a host may lose to FP32 sums and functions, gradients that nearly cancel included.
+# The most that a host may lose to FP32 sums and functions, including gradients that nearly cancel.
 LARGEST_ERROR = 2e-5
 LEAST_BUGS = 60
 
 
 def prepared_and_candidate(case: Case, precision: Precision) -> tuple[Prepared, rivals.Tensors]:
-    """At the small size, without TF32."""
+    """Return both at the small size, without TF32."""
     kernels = te.kernels("cpu")
     checked = check_case(case, kernels.te)[SIZES.index("small")]
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
@@ -92,7 +92,7 @@ def test_a_host_computes_what_its_reference_does_where_nothing_rounds_below_fp32
     # A phase of 4,096 radians in FP32 is off by up to 2.4e-4.
     bound = 5e-4 if host.name == "long_context_attention" else LARGEST_ERROR
     golden = rivals.golden(prepared)
-    golden.pop("d attention.k_proj.bias", None)  # 0 but for rounding: a softmax does not see a shift of its scores
+    golden.pop("d attention.k_proj.bias", None)  # it is 0 except for rounding, since a softmax ignores shifts
     errors = {name: relative_change(truth, tensors[name]) for name, truth in golden.items()}
     assert max(errors.values()) < bound, errors
 
@@ -113,7 +113,7 @@ def test_a_pattern_that_no_bug_matches_is_told():
         chosen("gate")
 
 
-# Trials, their record, and going on after an interruption.
+# Trials, their record, and resuming after an interruption.
 
 
 def plan(*bugs, precisions=("fp32",)):
@@ -163,7 +163,7 @@ def test_a_cached_weight_whose_scale_is_inverted_is_told_as_that_and_not_as_an_o
 
 @pytest.mark.parametrize("seed", [1, 9, 11])
 def test_sums_in_bf16_are_not_told_as_a_cap_that_changes_one_element_enough(seed):
-    """A cap of 30 moves the largest of these outputs below its limit, and takes next to nothing of the error."""
+    """A cap of 30 changes only the largest of these outputs, and removes almost nothing of the error."""
     case, kernels = planted(BUGS["product-accumulated-in-bf16"], HOSTS["square_linear"]), te.kernels("cpu")
     checked, _ = check_case(case, kernels.te)
     judged = judge_at(case, checked, PRECISIONS["bf16"], seed, kernels, packaged(), other_kernels=False)
@@ -253,14 +253,14 @@ def test_a_bug_of_rounding_counts_by_what_it_adds_to_the_noise_or_takes_away():
     assert measure_added(torch.zeros(2), noise).norm_ratio == 1.0
 
 
-# The rules of other projects, on errors whose verdict is known.
+# The rules of other projects, on errors with known verdicts.
 
 
 SHAPE = (64, 64)
 
 
 def compared(error: float, reference_error: float, precision: str = "fp32", module: str = "Linear") -> Compared:
-    """Golden ones; a candidate that is off by so much everywhere, and a low-precision reference, the other way."""
+    """Return golden ones, a candidate that is off by ``error``, and a low-precision reference off the other way."""
     dtype = PRECISIONS[precision].dtype
     golden = torch.ones(SHAPE, dtype=torch.float64)
     return Compared(

@@ -1,4 +1,4 @@
-"""What the zoo reports: its bugs, and what correct kernels may do differently."""
+"""What the zoo reports: its bugs, and how correct kernels may differ."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_name_that_there_is_not_is_told(options: list[str], message: str):
     assert message in str(result.exception)
 
 
-# The page of kernel freedoms: every choice that shows here is tried, and its counts are of what was judged.
+# The page of kernel freedoms: every choice that shows here is tried, and its counts are those of the judged items.
 
 
 LINEAR = Trial(CLEAN, "linear", "small", "fp32", 0)
