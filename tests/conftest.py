@@ -23,7 +23,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(kept))
     sys.dont_write_bytecode = False
 
-# Make Ctrl-C work as in a terminal, also for the tests' own processes, if this one was started to ignore it (nohup).
+# Make Ctrl-C work as in a terminal, also for the tests' own processes, if this process ignores it (nohup).
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -37,7 +37,7 @@ os.environ[VARIABLE] = "0"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the tests of a file to one worker where there are many files, as they share what takes long to make."""
+    """Give all tests of a file to one worker if there are many files, since they share what takes long to make."""
     if config.getvalue("dist") != "load":
         return None
     from parity.plugin.workers import GroupScheduling, is_item
@@ -53,7 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file if self._by_file and name.startswith("test_") else super()._split_scope(nodeid)
 
         def _sort(self) -> None:
-            """Leave files in their order, after the cases."""
+            """Keep files in their order, after the cases."""
             for scope in dict.fromkeys(map(self._split_scope, self.collection or ())):
                 if scope in self.workqueue:
                     self.workqueue.move_to_end(scope)

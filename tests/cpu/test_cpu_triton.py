@@ -1,4 +1,4 @@
-"""Test what stands in for Triton and for TE's functions that launch its kernels, cross entropy among them."""
+"""Test the replacements of Triton and of TE's functions that launch its kernels, including cross entropy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_other_modules_keep_their_functions() -> None:
     assert triton.replacements("transformer_engine.pytorch.module.linear") == {}
 
 
-# What follows compares with TE's own Triton kernels.
+# The following tests compare with TE's own Triton kernels.
 
 
 def routing(tokens: int, experts: int, seed: int) -> Tensor:
@@ -64,7 +64,7 @@ def routing(tokens: int, experts: int, seed: int) -> Tensor:
 
 
 def permutation_calls() -> Iterator[triton_oracle.Call]:
-    """Every wrapper, with and without probabilities, scales and padding; one token goes nowhere."""
+    """Yield calls of every wrapper, with and without probabilities, scales and padding; one token goes to no expert."""
     tokens, experts, hidden = 13, 5, 24
     for dtype in (torch.float32, torch.bfloat16):
         mask = routing(tokens, experts, 1)
@@ -95,7 +95,7 @@ def permutation_calls() -> Iterator[triton_oracle.Call]:
 
 
 def cross_entropy_calls() -> Iterator[triton_oracle.Call]:
-    """Forward and backward as this version of TE calls them: an ignored row, smoothing, reduction, strided logits."""
+    """Yield forward and backward calls of this TE version: an ignored row, smoothing, reduction, strided logits."""
     target = torch.randint(0, 37, (2, 5), generator=torch.Generator().manual_seed(0))
     target[1, 2] = -100
     for dtype in (torch.float32, torch.bfloat16):
@@ -103,7 +103,7 @@ def cross_entropy_calls() -> Iterator[triton_oracle.Call]:
             logits = (4 * torch.randn(2, 5, 37)).to(dtype)
             grad = torch.rand(1) if reduced else torch.rand(2, 5)
             if versions.installed_version() < Version("2.19"):
-                # Up to 2.16, a BF16 gradient is subtracted from, which the interpreter does to the bits, as integers.
+                # Up to 2.16, TE subtracts from a BF16 gradient, which the interpreter does on the bits as integers.
                 if dtype == torch.bfloat16 and not reduced and versions.installed_version() < Version("2.18"):
                     continue
                 yield "cross_entropy_forward", (logits, target, smoothing, reduced, None, -100)
@@ -136,7 +136,7 @@ def pad_calls() -> Iterator[triton_oracle.Call]:
 
 
 def meaningful(name: str, result: Any, args: tuple[Any, ...]) -> list[Any]:
-    """A call's results; ``make_row_id_map`` leaves the columns that stand for no row unwritten."""
+    """Return a call's results; mask columns that ``make_row_id_map`` leaves unwritten because they stand for no row."""
     if name == "make_row_id_map":
         unused = torch.arange(args[2]) >= result[:, -1:]
         result = result.masked_fill(torch.cat([unused, unused, unused[:, :1] & False], 1), -1)
@@ -144,7 +144,7 @@ def meaningful(name: str, result: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 SUMS = 2**-20
-"""How far FP32 sums of tens of terms differ with their order, relative to their terms."""
+"""How far FP32 sums of tens of terms differ if their order changes, relative to the terms."""
 
 COPIES = {"permute_with_mask_map", "sort_chunks_by_map"}
 """Calls whose results are exact; the interpreter truncates other results to BF16, where GPUs round to the nearest."""
@@ -160,7 +160,7 @@ CALLS: dict[str, Callable[[], Iterator[triton_oracle.Call]]] = {
 
 @pytest.fixture(scope="module")
 def asked_and_computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[triton_oracle.Call, Any]]]:
-    """Calls and their results, by module of TE's; one process runs all, as loading Triton takes the most."""
+    """Return calls and their results by module of TE; one process runs all, since loading Triton takes longest."""
     pytest.importorskip("triton")
     folder = triton_oracle.te_root() / "pytorch" / "triton"
     asked = {module: list(calls()) for module, calls in CALLS.items() if (folder / f"{module}.py").exists()}

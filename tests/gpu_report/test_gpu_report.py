@@ -1,4 +1,4 @@
-"""The report of a GPU: its parts, the facts of its kernels, and its limits."""
+"""The report of a GPU: its parts, the facts about its kernels, and its limits."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from parity.report import environment, record
 from parity.result import Check, Result
 from parity.user_error import UserError
 
-# ``parity gpu-report``: steps that fail or hang stop no other, and the index says what became of each.
+# ``parity gpu-report``: a step that fails or hangs stops no other, and the index says how each of them ended.
 
 
 def step(name: str, program: str, share: float = 1.0, files: tuple[str, ...] = ()) -> Step:
-    """A step whose verdict is what it wrote into ``NAME.txt``."""
+    """Return a step whose verdict is the text that it writes to ``NAME.txt``."""
     return Step(
         name, "Does it work?", ("-c", program), share, files, lambda folder: (folder / f"{name}.txt").read_text()
     )
@@ -216,7 +216,7 @@ def test_two_reports_do_not_share_a_folder(tmp_path: Path) -> None:
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("steps.jsonl", "the other's\n")]
 
 
-# The questions to kernels, put to emulated kernels of which the answers are known.
+# The questions about kernels, asked of emulated kernels with known answers.
 
 
 FP8 = "FP8, TE, no split accumulator"
@@ -284,14 +284,14 @@ def test_sums_in_fp32_keep_all_bits_and_round_to_nearest_and_parts_are_not_round
         assert answers(found, PARTS, kernel) == {"no: each result is rounded once"}
 
 
-# A run held against the packaged limits, from its record alone.
+# A run compared with the packaged limits, from its record alone.
 
 
 KEY = ("bf16", "output", "norm")
 
 
 def result(*values: float) -> Result:
-    """One output whose ``norm`` has each of these values, in limits."""
+    """Return a result with one output, whose ``norm`` checks have these values as multiples of the limit."""
     limit = table.packaged().limit(*KEY)
     checks = tuple(Check("norm", value * limit, limit) for value in values)
     return fakes.result(tensors=(replace(fakes.tensor(), checks=checks),))

@@ -206,7 +206,7 @@ def test_a_wrong_factor_before_few_scores_is_told():
 
 
 def told_of(case, seed):
-    """The verdict, and what was told before: a status, or None where a failure is taken back; and if it is final."""
+    """Return the verdict and the earlier reports: a status, or None if a failure is taken back, and if it is final."""
     kernels, told = parity.te.kernels("cpu"), []
     (checked,) = check_case(case, kernels.te)
 

@@ -1,4 +1,4 @@
-"""The kernel table: calls, distances, processes and the table itself."""
+"""The kernel table: its calls, distances, processes and the table itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from parity.user_error import UserError
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 from emulated_gpu import emulated
 
-# The table of CPU kernels against real ones: what it compares, how it shows it, and that it says if it is missing.
+# The table of CPU kernels against real ones: what it compares and shows, and that it says when it is missing.
 
 
 CALL = KernelCall("Norms", "rmsnorm_fwd", "BF16", "[2, 4]", lambda where: {})
@@ -178,7 +178,7 @@ def test_two_runs_do_not_write_one_table(tmp_path: Path) -> None:
     assert not (tmp_path / "table.md").exists()
 
 
-# The calls of the table, made on the CPU kernels, which also stand in for the real ones here.
+# The table's calls, made on the CPU kernels, which also stand in for the real ones here.
 
 
 FAMILIES = list(dict.fromkeys(call.family for call in CALLS))
@@ -186,7 +186,7 @@ FAMILIES = list(dict.fromkeys(call.family for call in CALLS))
 
 @pytest.fixture(scope="module")
 def blackwell() -> Iterator[te.Kernels]:
-    """The CPU kernels on a GPU that has every format."""
+    """Yield the CPU kernels on a GPU that has every format."""
     with emulated(cuda.BLACKWELL):
         yield te.kernels("cpu")
 
@@ -214,7 +214,7 @@ def test_every_call_computes_the_same_twice_and_something_finite(blackwell: te.K
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_that_is_made_again_on_its_tape_computes_the_same(blackwell: te.Kernels, family: str) -> None:
-    """As when it is timed: also the calls that write to their inputs."""
+    """Timing repeats calls like this, including calls that write to their inputs."""
     for call in of_family(family):
         where = bench(blackwell, seed=1)
         first = Outcome(unpack(call.run(where)))
@@ -234,7 +234,7 @@ def test_every_kernel_of_the_cpu_s_is_called_or_left_out_for_a_reason(
         monkeypatch.setattr(tex, name, noted(name, getattr(tex, name), called))
     for call in CALLS:
         call.run(bench(blackwell, seed=0))
-    called.discard("get_num_cublas_streams")  # which TE asks once in a process
+    called.discard("get_num_cublas_streams")  # TE asks for it once in a process
     assert extension.KERNELS.keys() - called == NOT_CALLED.keys()
 
 
@@ -261,7 +261,7 @@ def noted(name: str, kernel: Callable[..., Any], called: set[str]) -> Callable[.
 
 
 def test_a_kernel_that_is_off_by_an_ulp_is_seen_to_be(blackwell: te.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU kernels, one of them made wrong, stand in for the real ones."""
+    """The CPU kernels stand in for the real ones, and one of them is made wrong."""
     tex = importlib.import_module("transformer_engine_torch")
     right = tex.swap_first_dims
     call = select("swap_first_dims: BF16")[0]
@@ -431,14 +431,14 @@ def test_integers_may_be_names_and_have_no_relative_distance() -> None:
     assert math.isnan(distance_of(torch.tensor([1, 2]), torch.tensor([1, 3])).relative)
 
 
-# Processes that make the calls, and replace each other where a kernel ends one.
+# Processes that make the calls, where a new process takes over if a kernel ends one.
 
 
 COUNT = 12
 
 
 def processes(folder: Path, fatal: set[int], poisonous: set[int], begun: list[int]) -> Callable[[int], int]:
-    """Each process makes calls until one ends it, or, once its outcome is written, loses the GPU."""
+    """Return a process that makes calls until one ends it, or until it has written an outcome and loses the GPU."""
 
     def start(first: int) -> int:
         begun.append(first)
@@ -461,7 +461,7 @@ calls = st.sets(st.integers(0, COUNT - 1))
 def test_a_kernel_that_ends_its_process_loses_no_outcome_but_its_own(
     tmp_path_factory: pytest.TempPathFactory, fatal: set[int], poisonous: set[int]
 ) -> None:
-    """Unless several in succession do."""
+    """Outcomes are lost only if several calls in succession end their processes."""
     fatal = {index for index in fatal if not {index - 1, index - 2} <= fatal}
     folder = tmp_path_factory.mktemp("outcomes")
     found = outcomes_of(processes(folder, fatal, poisonous - fatal, []), COUNT, folder)

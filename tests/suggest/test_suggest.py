@@ -1,4 +1,4 @@
-"""``suggest_map`` finds the weight map of a pair that has none, and says what it could not find."""
+"""``suggest_map`` finds the weight map of a pair that has none, and reports what it could not find."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def assert_settled(suggestion: Suggestion) -> None:
 
 
 def effect(weight_map: Mapping, pair: parity.Pair) -> dict[str, Tensor]:
-    """Return what a map makes of parameters whose elements are all different."""
+    """Return the candidate's parameters that a map makes from parameters whose elements are all different."""
     numbered: dict[str, Tensor] = {}
     for name, parameter in pair.reference.named_parameters():
         start = sum(tensor.numel() for tensor in numbered.values())
@@ -182,7 +182,7 @@ def test_layers_that_repeat_are_decided_once_and_named_in_the_order_of_the_candi
 
 
 class GroupedMixture(nn.Module):
-    """As ``MixtralBlock``, on te.GroupedLinear."""
+    """The same mixture as ``MixtralBlock``, on te.GroupedLinear."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -211,11 +211,11 @@ def test_experts_are_mapped_one_by_one_or_all_at_once(block, entry):
     assert f"    {entry},\n" in python(suggestion.weights)
 
 
-# Names that say nothing
+# Names that reveal nothing
 
 
 class Anonymous(nn.Module):
-    """A gated MLP whose author numbers layers."""
+    """A gated MLP whose layers have numbers as names."""
 
     def __init__(self, up_first: bool) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_one_transposed_square_matrix_among_others_is_settled_by_running():
     assert suggestion.weights["up_proj.weight"] == "fc1.weight"
 
 
-# What the reference lacks, and what the user has
+# Parameters that the reference lacks, and objects of the user's own
 
 
 def test_biases_that_the_reference_lacks_are_constant_zero():
@@ -300,7 +300,7 @@ def test_a_bias_of_query_alone_is_fused_with_constants():
             return qkv.permute(1, 2, 3, 0, 4).flatten(2)
 
     class Fused(nn.Module):
-        """A plain te.Linear; the number of heads stands in an attribute, as in a user's own attention."""
+        """A plain te.Linear with the number of heads in an attribute, as in a user's own attention."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -371,7 +371,7 @@ def test_the_number_of_runs_is_bounded():
     assert parity.suggest_map(pair, max_runs=20).runs <= 20
 
 
-# What ``suggest_map`` could not find, or could not tell from something else, it says.
+# ``suggest_map`` reports what it could not find, or could not tell from something else.
 
 
 class Sum(nn.Module):
@@ -517,7 +517,7 @@ def test_a_layer_norm_that_became_an_rms_norm_is_told_with_the_option():
 
 
 class Tied(nn.Module):
-    """An embedding and a head, maybe one parameter."""
+    """An embedding and a head, which may share one parameter."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()

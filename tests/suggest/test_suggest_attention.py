@@ -1,4 +1,4 @@
-"""``suggest_map`` tells apart attention on itself or a memory and norms around branches, PyTorch's own among them."""
+"""``suggest_map`` tells self-attention from cross-attention, and norms around branches, also in PyTorch's modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parity.reference import CoreAttention
 from parity.suggest import Suggestion
 from parity.suggest.proposal import explain, python
 
-# ``suggest_map`` tells apart what stands beside its like: attention on itself or a memory, norms around branches.
+# ``suggest_map`` tells similar modules apart: self-attention from cross-attention, and norms around branches.
 
 
 te = parity.te.kernels("cpu").te
@@ -66,7 +66,7 @@ class AttentionBeside(nn.Module):
 
 
 class BartDecoder(nn.Module):
-    """Named and ordered as BART's decoder layer."""
+    """A decoder layer with the names and the order of BART's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class BartDecoder(nn.Module):
 
 
 class PostNormDecoder(nn.Module):
-    """A decoder layer of TE's attention modules, under names that tell little."""
+    """A decoder layer of TE's attention modules, under names that reveal little."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_te_s_own_names_tell_cross_attention():
 
 
 class SandwichedAttention(nn.Module):
-    """As Gemma 2 names its norms, before and after each branch."""
+    """Attention with norms before and after each branch, named as in Gemma 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_a_convolution_of_one_pixel_has_one_layout():
     assert_finds_a_map(Convolved(nn.Linear), Convolved(te.Linear), lambda rng: rng.normal(2, HIDDEN, 4, 4))
 
 
-# What runs in training only, or not in FP32
+# Modules that run only in training, or not in FP32
 
 
 def test_a_port_that_runs_only_with_gradients_is_tried_with_them():
@@ -187,7 +187,7 @@ def test_parameters_that_te_holds_quantized_are_matched_by_their_own_precision()
     assert_finds_a_map(nn.Linear(HIDDEN, HIDDEN), candidate)
 
 
-# ``suggest_map`` for PyTorch's own attention and layers, whose modules say how they store what they hold.
+# ``suggest_map`` for PyTorch's own attention and layers, whose classes say how they store their parameters.
 
 
 FUSED = pytest.mark.parametrize(
@@ -198,7 +198,7 @@ FUSED = pytest.mark.parametrize(
 
 
 class Attention(nn.Module):
-    """PyTorch's attention, maybe after a norm; ``apart`` as with ``kdim``: a weight each, and one bias."""
+    """PyTorch's attention, with an optional norm before it; ``apart``: three weights and one bias, as with ``kdim``."""
 
     def __init__(self, norm: bool, apart: bool = False, bias: bool = True) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_the_bias_of_three_weights_is_stacked():
     )
 
 
-# What modules say of themselves decides where nothing else does
+# What a module's class says decides where nothing else does
 
 
 @FUSED
@@ -314,7 +314,7 @@ def test_a_norm_of_pytorchs_is_shifted_where_te_centres_it(centred):
 
 
 class Centred(nn.Module):
-    """Keeps its gain minus 1 in a layer norm that it does not call."""
+    """Stores its gain minus 1 in a layer norm that it does not call."""
 
     def __init__(self) -> None:
         super().__init__()

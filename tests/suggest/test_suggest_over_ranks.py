@@ -1,4 +1,4 @@
-"""With ranks, ``suggest_map`` says how each of the candidate's parameters is divided, as code that a pair can have."""
+"""With ranks, ``suggest_map`` returns how each of the candidate's parameters is divided, as code for the pair."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def over_tp(ranks):
     return dict(tp_group=ranks.tp.group, tp_size=ranks.tp.size, sequence_parallel=ranks.sequence_parallel)
 
 
-# Ports, each with what is to be found.
+# Ports, each with the division that should be found.
 
 MLP = dict(normalization="RMSNorm", activation="swiglu", bias=False)
 
@@ -57,7 +57,7 @@ class UpAndDown(nn.Module):
 
 
 def by_hand(te, ranks):
-    """The port cuts the weights by itself; TE knows of no ranks."""
+    """Return a pair whose port cuts the weights itself; TE knows of no ranks."""
     local = FFN // ranks.tp.size
     candidate = nn.ModuleDict({"up": te.Linear(HIDDEN, local), "down": te.Linear(local, HIDDEN, bias=False)})
     return parity.Pair(UpAndDown(), candidate, inputs, call_candidate=lambda module, x: module["down"](module["up"](x)))
@@ -185,7 +185,7 @@ def test_each_parameter_s_division_is_stated_with_what_says_so(case, expected):
 
 
 def test_a_pair_that_is_given_what_was_printed_passes():
-    """Without it, the fused weight would be divided as one block, as TE marks it."""
+    """Without the suggestion, the fused weight would be divided as one block, as TE marks it."""
     text = python_over_ranks(parity.suggest_map(case_of(fused_gate_and_up, TP)).divided)
     suggested = eval(f"dict({text})", {"parity": parity})["parallel"]
     for parallel, status in ((suggested, "passed"), (None, "failed")):

@@ -12,7 +12,7 @@ from parity.case.case import Rng
 from parity.suggest import Suggestion
 from parity.suggest.proposal import explain, python
 
-# ``suggest_map`` where the reference stores a weight in another shape, under a bare name, or once for two uses.
+# ``suggest_map`` if the reference stores a weight in another shape, under a bare name, or once for two uses.
 
 
 te = parity.te.kernels("cpu").te
@@ -28,7 +28,7 @@ def assert_entries(reference: nn.Module, candidate: nn.Module, inputs, *entries:
 
 
 class Patches(nn.Module):
-    """A convolution over the patches of an image, and a position for each."""
+    """A convolution over the patches of an image, with a learned position for each patch."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Patches(nn.Module):
 
 
 class LinearPatches(nn.Module):
-    """``order`` is that of a patch's channels (3), rows (4) and columns (5) among the dimensions of the cut image."""
+    """A linear layer of patches; ``order`` permutes a patch's channels (3), rows (4) and columns (5)."""
 
     def __init__(self, bias: bool, order: tuple[int, ...]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class PointwiseMLP(nn.Module):
 
 
 class BareMLP(nn.Module):
-    """Its parameters are the module's own, with a letter each."""
+    """An MLP whose parameters are its own, with names of a letter or two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_an_mlp_of_convolutions_or_bare_parameters_is_mapped(reference, entries)
 
 
 class ValueFirst(nn.Module):
-    """A gated MLP as diffusers has it: the gate is the second half of a layer whose name does not say so."""
+    """A gated MLP as in diffusers: the gate is the second half of a layer whose name does not say so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_attention_of_convolutions_of_1_by_1_is_mapped():
 
 
 class HeadProjections(nn.Module):
-    """Its weights have a dimension for the heads, as models from JAX have."""
+    """Projections whose weights have a dimension for the heads, as in models from JAX."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,12 +220,12 @@ def weight(*shape: int) -> nn.Parameter:
 
 
 def mixed(outputs: Tensor, scores: Tensor) -> Tensor:
-    """Every expert's output, weighted by the router's softmax."""
+    """Return the sum of the experts' outputs, weighted by the router's softmax."""
     return torch.einsum("eth,te->th", outputs, scores.softmax(-1))
 
 
 class Shared(nn.Module):
-    """An expert that every token passes, with a norm of its own and names that say nothing."""
+    """An expert for all tokens, with its own norm and names that reveal nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Shared(nn.Module):
 
 
 class Stacked(nn.Module):
-    """All experts' weights in one, ``[experts, out, in]``, or ``[experts, in, out]`` with gate and up in turn."""
+    """All experts' weights in one, ``[experts, out, in]``, or ``[experts, in, out]`` with gate and up alternating."""
 
     def __init__(self, layout: str, shared: bool = False) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Expert(nn.Module):
 
 
 class Listed(nn.Module):
-    """Experts that are modules of a list."""
+    """A mixture whose experts are a list of modules."""
 
     def __init__(self, name: str, shared: bool = False) -> None:
         super().__init__()

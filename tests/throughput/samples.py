@@ -1,4 +1,4 @@
-"""Measurements that nobody made, for the report and the record."""
+"""Made-up measurements for the report and the record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def times(forward: float, backward: float, **fields: Any) -> Times:
 
 
 def row(implementation: str = "eager", precision: str = "bf16", **fields: Any) -> Row:
-    """Both passes of 3e12 FLOPs take 10 ms: 300 TFLOP/s."""
+    """Return a row in which both passes of 3e12 FLOPs take 10 ms, which is 300 TFLOP/s."""
     complete = Row(
         workload="mlp",
         size="batch 1, seq 64",

@@ -35,12 +35,12 @@ from parity.lab.throughput.workload import (
 from parity.reference import CoreAttention, LlamaLayer
 from parity.te import PRECISIONS
 
-# Test how passes are timed, on a clock that the tests move.
+# Test how passes are timed, on a clock that the tests control.
 
 
 @dataclass
 class Device:
-    """A device whose passes take what the tests say; it remembers what it was asked."""
+    """A device whose passes take as long as the tests say, and which records the calls that it gets."""
 
     forward: list[float]
     backward: list[float]
@@ -101,7 +101,7 @@ def test_passes_that_take_as_long_as_launching_them_are_launch_bound(host: float
     assert measured.launch_bound == bound
 
 
-# Clocks, temperature and throttling, from what nvidia-smi answers.
+# Clocks, temperature and throttling in the answers of nvidia-smi.
 
 
 def test_an_answer_is_read_with_its_units_left_out() -> None:
@@ -112,7 +112,7 @@ def test_an_answer_is_read_with_its_units_left_out() -> None:
     ("mask", "throttles"),
     [
         ("0x0000000000000001", ()),  # idle
-        ("0x0000000000000002", ()),  # clocks that somebody set
+        ("0x0000000000000002", ()),  # clocks that a user has set
         ("0x0000000000000004", ("power cap",)),
         ("0x0000000000000048", ("hardware slowdown", "thermal slowdown (hardware)")),
         ("[N/A]", ()),
@@ -153,7 +153,7 @@ def test_without_nvidia_smi_there_is_no_state() -> None:
     assert record.parse_state("No devices were found") is None
 
 
-# One workload measured on the CPU: who is measured, and what becomes of those who fail.
+# One workload measured on the CPU: the implementations that are measured, and what happens to those that fail.
 
 
 TINY = Path(__file__).with_name("tiny_pairs.py")
@@ -253,7 +253,7 @@ def test_only_a_gpu_has_tf32() -> None:
 
 @pytest.mark.parametrize("large", [True, False])
 def test_every_built_in_workload_fits_its_case(kernels: te.Kernels, large: bool) -> None:
-    """Without memory: the large ones take gigabytes."""
+    """Check without allocating memory, since the large workloads take gigabytes."""
     for each in workload.built_in(large):
         assert check_case(dataclasses.replace(each.load(), sizes=[each.size]), kernels.te), each.name
 
@@ -263,7 +263,7 @@ def test_workloads_are_chosen_by_words_in_their_names() -> None:
     assert [each.case for each in found] == ["layernorm_mlp_swiglu", "rmsnorm"]
 
 
-# Test what only a GPU does, as far as a machine without one can tell: units, signs and which call is made.
+# Test the GPU's part as far as possible without a GPU: units, signs and the calls that are made.
 
 
 CUDA = torch.device("cuda")
@@ -271,7 +271,7 @@ NOTHING = Passes(lambda: None, lambda i: i, lambda outputs, i: None, rotating_by
 
 
 class Event:
-    """A CUDA event; the one after another is 4 ms later."""
+    """A CUDA event that is 4 ms later than the one before."""
 
     count = 0
 
@@ -288,7 +288,7 @@ class Event:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A GPU as far as these tests need one; what it was asked for."""
+    """Replace the CUDA functions that these tests need, and return the list of their calls."""
     asked: list[str] = []
 
     def answer(name: str, value: Any = None) -> Any:
@@ -339,7 +339,7 @@ def test_a_kernel_call_is_timed_behind_a_sleeping_gpu(gpu: list[str]) -> None:
     assert gpu[:3] == ["sleep", "call", "synchronize"]
 
 
-# The attention that the plain modules are timed with computes what the references do.
+# The attention with which plain modules are timed computes the same as the references' attention.
 
 
 PADDING = torch.arange(24)[None] >= torch.tensor([[24], [17]])
@@ -355,7 +355,7 @@ def test_it_is_the_reference_s_attention(
     query, key, value = (torch.randn(2, 24, n, 8, generator=generator).double() for n in (4, groups, groups))
     written_out = CoreAttention(causal, window)(query, key, value, key_is_padding)
     fused = with_fused_attention(CoreAttention(causal, window))(query, key, value, key_is_padding)
-    sees_a_key = written_out.isfinite()  # a window may show a query padding alone
+    sees_a_key = written_out.isfinite()  # a window may show a query only padding
     assert torch.allclose(fused[sees_a_key], written_out[sees_a_key], rtol=0, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""What throughput records, reports and is asked on the command line."""
+"""What throughput records, reports and accepts on the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parity.lab.throughput.workload import COMPILED, EAGER, TE, Implementation, 
 from parity.machine.files import claimed
 from parity.user_error import UserError
 
-# The record of a measurement, and what is computed from it.
+# The record of a measurement, and the numbers computed from it.
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_row_is_held_against_the_peak_of_its_own_format() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        samples.row("TE", "fp8_current", peak_format="fp8"),  # whose peak could not be measured
+        samples.row("TE", "fp8_current", peak_format="fp8"),  # its peak could not be measured
         samples.row("TE", "nvfp4", peak_format=None),
         samples.row(flops_forward=0, flops_backward=0),
         samples.row(times=None),
@@ -79,7 +79,7 @@ def test_emulated_kernels_have_no_share_of_a_peak() -> None:
 
 
 def cells(text: str, name: str) -> list[str]:
-    """Those of the last table row that begins with a name: that of the workload's own table."""
+    """Return the cells of the last table row that begins with a name, which is the one in the workload's own table."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     return next(row for row in reversed(rows) if row[0] == name)
 
@@ -154,7 +154,7 @@ def test_the_plot_has_a_panel_a_workload_and_a_point_a_precision() -> None:
     assert {text.get_text() for text in drawn.axes[0].texts} == {"bf16", "fp32"}
 
 
-# ``parity throughput`` as a whole: files, processes that are ended, and mistakes.
+# ``parity throughput`` as a whole: files, ended processes, and mistakes.
 
 
 TINY = Path(__file__).with_name("tiny_pairs.py")
@@ -163,7 +163,7 @@ BOTH = [Implementation(EAGER, "bf16"), Implementation(TE, "bf16"), Implementatio
 
 
 class Processes:
-    """Stands for processes of which each measures one implementation and is then ended, in the words of the test."""
+    """Stands in for processes that each measure one implementation and then end as the test says."""
 
     def __init__(self, file: Path, *answers: bool | None) -> None:
         self.file, self.answers = file, list(answers)

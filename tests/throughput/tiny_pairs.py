@@ -1,4 +1,4 @@
-"""Pairs that are measured in no time; loaded by their file, as a user's are."""
+"""Pairs that are measured in no time; loaded from their file, like a user's."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ def tiny_linear(te, hidden, **_):
 
 
 class Doubled(nn.Module):
-    """Double its input; no formula knows its FLOPs."""
+    """Doubles its input; no formula knows its FLOPs."""
 
     def __init__(self, hidden):
         super().__init__()

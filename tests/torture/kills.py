@@ -1,4 +1,4 @@
-"""Kill small runs at random moments, go on with each, and compare what is left with a run that nobody killed."""
+"""Kill small runs at random moments, resume each, and compare the result with a run that was never killed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ LONGEST = 240.0  # seconds for a run to end
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _PYTEST = ("pytest", "-q", "-p", "parity.plugin", "-p", "no:cacheprovider", "pairs.py", "--parity-seeds=2")
 _PARITY = ("parity", "run", "pairs.py", "--seeds", "2")
-# Who compares: a child of the process, which only waits, or two workers.
+# The processes that compare: a child of the run's process, which only waits, or two workers.
 _WAYS = {
     "pytest -n 0": (*_PYTEST, "-n", "0"),
     "parity run -n 0": (*_PARITY, "-n", "0"),
@@ -92,14 +92,14 @@ _RESUME = {"pytest": "--parity-resume=yes", "parity": "--resume"}
 
 @dataclass
 class Tally:
-    """Hold what came of the kills.
+    """Hold the outcomes of the kills.
 
     Attributes:
-        kills: how many, by signal, whom it met, and how the run was begun.
-        results: how many results runs had written when they were killed.
-        kept: of these, how many the resumed run kept.
-        moments: how many kills came before the first result was written, between, and when all were.
-        wrong: what was not as it should be, each with its seed.
+        kills: the number of kills, by signal, target, and command of the run.
+        results: the number of results that runs had written when they were killed.
+        kept: the number of these that the resumed runs kept.
+        moments: the number of kills before the first result was written, between results, and after the last.
+        wrong: the errors found, each with its seed.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -110,7 +110,7 @@ class Tally:
 
 
 class Runs:
-    """Runs of one file of pairs in folders of their own, and what they give if nobody kills them."""
+    """Runs of one file of pairs in folders of their own, and the results of runs that nobody kills."""
 
     def __init__(self, folder: Path, real: bool = False) -> None:
         self.folder, self._real = folder, real
@@ -125,7 +125,7 @@ class Runs:
         return self._whole[way]
 
     def trial(self, seed: int, tally: Tally) -> None:
-        """Kill one run, in one of three cases also the run that goes on with it, and compare."""
+        """Kill one run, and in one of three cases also the run that resumes it, and compare."""
         draw = random.Random(seed)
         way = draw.choice(tuple(_WAYS))
         code, results, report = self.whole(way)
@@ -160,10 +160,10 @@ class Runs:
     def _kill(
         self, process: forked.Process, place: Path, way: str, draw: random.Random, tally: Tally, seed: int
     ) -> None:
-        """Send a signal to the run or to one of its workers, when so many lines are written, and wait for its end."""
+        """Send a signal to the run or to one of its workers after a number of written lines, and wait for its end."""
         all_of_them = len(self.whole(way)[1])
         name = draw.choice(_SIGNALS)
-        # Lines that are written: none yet, some, or all, while the report is drawn.
+        # The number of written lines: none yet, some, or all, in which case the report is being drawn.
         at = draw.choice((0, all_of_them + 1, *3 * (draw.randrange(1, all_of_them + 1),)))
         ends = time.monotonic() + LONGEST
         file = place / "reports" / "parity.jsonl"
@@ -215,7 +215,7 @@ class Runs:
 
 
 def _lines(place: Path) -> list[str]:
-    """Return the results of a record, without the time that each took."""
+    """Return the results of a record without their durations."""
     file = place / "reports" / "parity.jsonl"
     if not file.exists() or not file.read_bytes():
         return []
@@ -227,7 +227,7 @@ def _timeless(each: Result) -> str:
 
 
 def _finished(place: Path) -> set[str]:
-    """Return the results of items that have one for each seed, none of them cut short."""
+    """Return the results of items that have one for each seed and none cut short."""
     file = place / "reports" / "parity.jsonl"
     if not file.exists() or not file.read_bytes():
         return set()
@@ -254,7 +254,7 @@ def _count(file: Path) -> int:
 
 
 def _processes_in(folder: Path) -> list[int]:
-    """Return the processes that work in a folder: a run and its workers."""
+    """Return the processes whose working directory is this folder: a run and its workers."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

@@ -1,4 +1,4 @@
-"""Cases that misbehave, disks that are full and folders that are read-only: what a run makes of each, and says."""
+"""Cases that misbehave, full disks and read-only folders: what a run does with each, and what it says."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Mishap:
     """Something that goes wrong.
 
     Attributes:
-        what: in words.
+        what: a description.
         body: a statement in the reference's forward pass.
         factory: a statement in the function that makes the pair.
         limit: called in the run's process before it begins.
         options: further options of the run.
-        odd: the statuses that the odd pair's result may have; empty if it may have none.
-        others: whether the other pairs are to have passed.
+        odd: the statuses that the odd pair's result may have; empty if it must have none.
+        others: whether the other pairs must pass.
         disk: whether the folder ``small`` is a file system of 1 MiB.
     """
 
@@ -158,15 +158,15 @@ MISHAPS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what a run made of a mishap.
+    """Hold the outcome of a run with a mishap.
 
     Attributes:
-        mishap: which.
-        workers: how many; 0 for none.
+        mishap: the mishap.
+        workers: the number of workers; 0 for none.
         code: the exit code; None if the run hung.
-        results: status and reason of each result, by pair.
-        last: the last line that it printed.
-        wrong: what was not as it should be.
+        results: the status and reason of each result, by pair.
+        last: the last line that the run printed.
+        wrong: what the run did wrong.
     """
 
     mishap: Mishap
@@ -179,7 +179,7 @@ class Outcome:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Within the context, a folder is a file system of 1 MiB in memory.
+    """Mount a file system of 1 MiB in memory on a folder, within the context.
 
     Raises:
         OSError: if this system, or this user, cannot have one.
@@ -196,10 +196,10 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def run(mishap: Mishap, workers: int, folder: Path) -> Outcome:
-    """Run the odd pair between two sound ones, and say what became of them.
+    """Run the odd pair between two sound ones, and return the outcome.
 
     Raises:
-        OSError: if it needs a small disk, and there can be none.
+        OSError: if the mishap needs a small disk, and none can be made.
     """
     folder.mkdir(parents=True)
     with small_disk(folder / "small") if mishap.disk else nullcontext():
@@ -217,7 +217,7 @@ def _run(mishap: Mishap, workers: int, folder: Path) -> Outcome:
 
 
 def _pytest(folder: Path, *options: str, limit: float | None = None) -> int | None:
-    """Run pytest in a folder, and return its exit code; None if it takes longer than so many seconds."""
+    """Run pytest in a folder, and return its exit code; None if it takes longer than ``limit`` seconds."""
     path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])
     command = ["-m", "pytest", "-q", "-p", "parity.plugin", "-p", "no:cacheprovider", "pairs.py", *options]
     process = forked.begun(command, folder, "out", PYTHONPATH=path, PYTEST_ADDOPTS="-p no:hypothesispytest")
@@ -243,7 +243,7 @@ def _outcome(mishap: Mishap, workers: int, code: int | None, folder: Path) -> Ou
     wrong += ["an internal error of pytest"] if "INTERNALERROR" in printed else []
     wrong += ["a pair has two results"] if len(found) != len(results) else []
     odd = results.get("odd", ("", ""))[0]
-    if mishap.others and workers:  # without workers the run may end with the odd pair
+    if mishap.others and workers:  # without workers, the run may end with the odd pair
         wrong += [f"{name} has no verdict" for name in ("sound1", "sound2") if results.get(name, ("",))[0] != "passed"]
         wrong += [f"the odd pair is {odd or 'without a result'}"] if odd not in (mishap.odd or ("",)) else []
     bad = {status for status, _ in results.values()} & {"failed", "error"}
@@ -292,12 +292,12 @@ def fails(te, n): ...
 
 @dataclass(frozen=True)
 class Soak:
-    """Hold what many results cost.
+    """Hold the cost of many results.
 
     Attributes:
         megabytes: the record's size in MiB.
-        kept: how many bytes of Python's a run keeps of each result in its last third.
-        by_pytest: how many of these pytest's own code has allocated.
+        kept: the bytes of Python memory that a run keeps for each result in its last third.
+        by_pytest: the part of these bytes that pytest's own code has allocated.
     """
 
     megabytes: float
@@ -306,7 +306,7 @@ class Soak:
 
 
 def soak(results: int, folder: Path) -> Soak:
-    """Compare so many items in one process, on stand-ins for the comparison, and read the record back."""
+    """Compare this many items in one process, with stand-ins for the comparison, and read the record back."""
     folder.mkdir(parents=True, exist_ok=True)
     fail, first = results // 100, results * 2 // 3
     (folder / "pairs.py").write_text(_MANY.format(sound=results - fail, fail=fail))

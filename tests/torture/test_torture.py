@@ -13,7 +13,7 @@ from parity import shown
 from parity.lab import torture
 from parity.lab.torture import HOSTILE, mutated
 
-# Damaged files never raise, hang or run, nor reach a report as more than letters.
+# Damaged files never raise, hang or run code, and reach a report only as text.
 
 
 SAMPLE = b'{"a": [1, 2, {"b": "text"}]}\n{"c": 1.5}\n'
@@ -66,7 +66,7 @@ def test_what_a_page_would_run_or_fetch_besides_its_own_is_seen(hostile: str) ->
     assert list(torture.foreign(f"{hostile}{data}"))
 
 
-# The one place that escapes.
+# The only place that escapes text.
 
 
 @pytest.mark.parametrize("show", [shown.text, shown.line, shown.prose, shown.code, shown.in_html])
@@ -99,13 +99,13 @@ def test_the_page_on_reliability_lists_every_reader() -> None:
 
 def test_killed_runs_go_on_to_what_they_would_have_been(tmp_path: Path) -> None:
     tally, runs = kills.Tally(), kills.Runs(tmp_path)
-    for seed in (5, 9):  # a run with two workers, and one without, of which the one that goes on with it is killed, too
+    for seed in (5, 9):  # two workers; then none, with the resumed run killed as well
         runs.trial(seed, tally)
     assert tally.wrong == []
     assert sum(tally.kills.values()) == 3
 
 
-# Cases that misbehave cost themselves alone, and many results are all kept; `make torture` has more of both.
+# Cases that misbehave affect only themselves, and many results are all kept; `make torture` has more of both.
 
 
 TRIED = [
