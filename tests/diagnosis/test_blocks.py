@@ -265,7 +265,7 @@ FREQUENCIES = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 
 
 class QwenLayer(nn.Module):
-    """Llama's layer with norms of queries and keys before the rotation, as Qwen3 has it, or after, as Llama 4."""
+    """Llama's layer with norms of queries and keys before the rotation, as in Qwen3, or after it, as in Llama 4."""
 
     def __init__(self, norm_first: bool = True, interleaved: bool = False) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class Layer(nn.Module):
         self.up, self.down = linear(HIDDEN, FFN, bias=False), linear(FFN, HIDDEN, bias=False)
         with torch.no_grad():
             for one in (self.q, self.k):
-                one.weight.mul_(3.0)  # so that queries tell keys apart
+                one.weight.mul_(3.0)  # makes queries tell keys apart
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float = 1.0) -> Tensor:
         scores = q @ k.mT * (scale / math.sqrt(HEAD_DIM))

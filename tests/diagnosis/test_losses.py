@@ -109,7 +109,7 @@ def test_what_is_wrong_with_a_loss_is_told(reference, port, title, precision):
 
 def test_a_padding_label_that_counts_is_told_by_its_own_number():
     def inputs(rng: Rng) -> tuple[Tensor, Tensor]:
-        labels = rng.integers(BATCH, SEQ, low=3, high=CLASSES)  # none that another tokenizer pads with
+        labels = rng.integers(BATCH, SEQ, low=3, high=CLASSES)  # no label that another tokenizer pads with
         labels[0, 9:] = PAD
         return rng.normal(BATCH, SEQ, HIDDEN), labels
 

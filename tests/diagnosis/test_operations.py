@@ -303,7 +303,7 @@ def test_the_call_and_what_is_wrong_with_it_are_told(module, port, title, phrase
 
 
 class Scaled(nn.Module):
-    """A residual branch whose result, bias included, is scaled, as Granite's."""
+    """A residual branch whose result is scaled, including the bias, as in Granite."""
 
     def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class GateLast(Grouped):
 
 
 class Activated(nn.Module):
-    """An activation before a norm."""
+    """Apply an activation, then a norm."""
 
     def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
         super().__init__()
@@ -469,7 +469,7 @@ class Skips(nn.Module):
 
 
 class InPlace(Skips):
-    """The same skips, each added in place to what is there."""
+    """The same skip connections, each added in place."""
 
     def joined(self, x: Tensor, skip: Tensor) -> Tensor:
         x = x.clone()

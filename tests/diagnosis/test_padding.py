@@ -75,7 +75,7 @@ def test_a_mask_of_large_numbers_is_a_mask(mask, title, hides, precision):
 
 def test_lengths_that_are_counted_where_padding_is_on_the_left_are_told():
     phrase = "padding is the first keys of a sequence; it is taken to be the last ones"
-    # In FP32 TE takes a kernel that reads the mask itself.
+    # In FP32, TE uses a kernel that reads the mask itself.
     tells(hidden_by(torch.logical_not, "bf16", left=True), "padding-mask", phrase)
 
 
@@ -88,7 +88,7 @@ def test_padding_that_begins_a_key_late_or_early_is_told(keys, phrase):
 
 
 class Padded(nn.Module):
-    """A layer of attention in which padded tokens neither are seen nor get anything."""
+    """A layer of attention in which padded tokens are hidden and get no result."""
 
     def __init__(self, linear, core=None) -> None:
         super().__init__()

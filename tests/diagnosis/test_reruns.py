@@ -74,7 +74,7 @@ def test_nothing_is_compared_with_a_reference_that_draws_random_numbers(what, ca
 
 
 def test_random_numbers_that_the_reference_does_not_use_are_no_matter():
-    """Hugging Face's layer drop draws such numbers where its probability is 0."""
+    """Hugging Face's layer drop draws random numbers even if its probability is 0."""
     assert noisy("fp32", "unused", "").passed
 
 

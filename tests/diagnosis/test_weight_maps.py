@@ -183,7 +183,7 @@ BY_CHANNEL = (HEADS, WIDTH // HEADS, 3), (4, 0, 2, 1, 3)
 
 
 class Conv1DRows(Rows):
-    """Rows as GPT-2 has them: the fused weight is ``[in, out]``."""
+    """Attention with a fused weight ``[in, out]``, as in GPT-2."""
 
     def __init__(self, *layout: Any) -> None:
         super().__init__(*layout)
@@ -374,7 +374,7 @@ class Gated(Modulated):
 
 
 class Exchanging(Modulated):
-    """A port that takes the halves in the other order."""
+    """The same layer as a port that takes the halves in the other order."""
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift, scale = self.halves(condition).chunk(2, -1)
@@ -382,7 +382,7 @@ class Exchanging(Modulated):
 
 
 class UpFirst(Gated):
-    """A port that takes the halves in the other order."""
+    """The same layer as a port that takes the halves in the other order."""
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         up, gate = self.halves(x).chunk(2, -1)

@@ -21,7 +21,7 @@ from parity.trace.digests import checksum
     [
         ("norm", 1.0, math.e, 1.0),
         ("norm", math.e, 1.0, -1.0),
-        ("norm", 0.001, 1.0, 0.0),  # kernels that round less than what is expected are right, and so are those that do
+        ("norm", 0.001, 1.0, 0.0),  # rounding less than expected is right, and so is rounding as much
         ("norm", 0.001, math.e, 1.0),
         ("norm", math.inf, math.inf, 0.0),
         ("norm", 1.0, math.inf, math.inf),

@@ -531,7 +531,7 @@ WIDE, MANY = 64, 4
 
 
 def vanishing_case(seq: int, wrong_bias: bool = False):
-    """Return a case of attention whose queries that see one key give no gradient, and whose key bias never gets one."""
+    """Return a case in which queries that see one key, and their keys, get no gradient, and the key bias never does."""
 
     def called(module: nn.Module, x: Tensor) -> Tensor:
         y = module(x)

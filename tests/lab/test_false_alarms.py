@@ -1,4 +1,4 @@
-"""Counting rejections of right ports."""
+"""Count rejections of correct ports."""
 
 import random
 

@@ -266,11 +266,11 @@ def test_gradients_of_an_input_that_data_parallel_ranks_divide_by_themselves_are
     assert torch.equal(with_parts_joined(Whole("input gradient", "x", EXACT, own), made).joined(), EXACT)
     parts = pieces_of(EXACT, made, (), lambda r: PARTS[r])
     assert with_parts_joined(Whole("input gradient", "x", EXACT, parts), made).pieces == parts
-    tensor_parallel = Degrees(tp=4)  # what comes before computes the same on each of these ranks, of the whole gradient
+    tensor_parallel = Degrees(tp=4)  # these ranks compute the same gradients of what comes before, the whole ones
     assert with_parts_joined(Whole("input gradient", "x", EXACT, own), tensor_parallel).pieces == own
 
 
-# The file of pairs that shows how TE's modules are declared; all of it is compared by ``make parity-ranks``.
+# The example file that shows how pairs of TE's modules are declared; ``make parity-ranks`` compares all of it.
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "over_ranks.py"
