@@ -374,7 +374,7 @@ class WithLoss(nn.Module):
 
 
 class FusedRouter(nn.Module):
-    """TE's fused router; ``score`` makes the scores for the choice; ``detach`` keeps the loss's gradient from the router."""
+    """TE's fused router; ``score`` makes the scores of its choice, and ``detach`` keeps the loss from the router."""
 
     def __init__(self, te: Any, score: str = "softmax", detach: bool = False) -> None:
         super().__init__()
