@@ -207,7 +207,7 @@ def test_interleaved_gate_and_up_alternate_in_blocks() -> None:
 
 
 def test_scaled_activation_wants_one_scale_a_row() -> None:
-    with pytest.raises(ValueError, match="3 rows, 2 scales"):
+    with pytest.raises(ValueError, match="3 rows and 2 scales"):
         activation.scaled_srelu(torch.ones(3, 4), torch.ones(2), None)
 
 
