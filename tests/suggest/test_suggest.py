@@ -532,7 +532,9 @@ class Tied(nn.Module):
 def test_a_head_that_te_alone_ties_is_told_with_what_it_is_tied_to():
     suggestion = suggested(Tied(tied=False), Tied(tied=True), inputs=lambda rng: rng.integers(2, 16, high=FFN))
     (problem,) = suggestion.problems
-    assert 'which ties its "lm_head.weight" to "tokens.weight", but the reference has two separate parameters' in problem
+    assert (
+        'which ties its "lm_head.weight" to "tokens.weight", but the reference has two separate parameters' in problem
+    )
 
 
 def test_a_tied_name_in_an_entry_that_stays_is_told_as_tied():
