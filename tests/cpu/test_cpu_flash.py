@@ -137,7 +137,11 @@ def test_gradients_of_a_shared_key_are_rounded_for_each_head_and_summed_in_fp32(
         assert torch.equal(of_heads, of_heads.to(dtype).float())
 
 
-def test_queries_without_keys_give_zero_and_pass_no_gradient() -> None:
+@pytest.mark.parametrize("scores_in_a_block", [2**20, 10])
+def test_queries_without_keys_give_zero_and_pass_no_gradient(
+    scores_in_a_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_problem, "_SCORES_IN_A_BLOCK", scores_in_a_block)  # also in blocks without any key
     tensors = draw(BF16, 1, 2, 2, 20, 5)
     attention = Attention(scale=0.25, band=Band(None, 0, True))
     output, lse, largest = flash.forward(*tensors[:3], attention)
