@@ -443,19 +443,15 @@ def joined_stream_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 def _mistakes(queries: int, keys: int) -> Iterator[Mistake[_Joined]]:
     """Yield the mistakes for this many streams of keys, and for as many streams of queries or one."""
     others = {i: frozenset((i, j) for j in range(keys) if j != i) for i in range(queries if queries == keys else 0)}
-    rows: dict[str, tuple[str, _Blocks]] = {}
+    blocks: dict[str, _Blocks] = {}
     if others:
-        told = "the queries of each stream see only its own keys"
-        rows["those of each stream see its own keys alone"] = told, _Blocks().union(*others.values())
-    for i, own in others.items():
-        told = f"the queries of stream {i + 1} see only its own keys"
-        rows[f"those of stream {i + 1} see its own keys alone"] = told, own
+        blocks["the queries of each stream see only its own keys"] = _Blocks().union(*others.values())
+    blocks |= {f"the queries of stream {i + 1} see only its own keys": own for i, own in others.items()}
     for i in range(keys):
-        told = f"no query sees the keys of stream {i + 1}"
-        rows[f"none sees the keys of stream {i + 1}"] = told, _Blocks((query, i) for query in range(queries))
+        blocks[f"no query sees the keys of stream {i + 1}"] = _Blocks((query, i) for query in range(queries))
     right = "let queries see the keys of all streams that the reference joins, in its order"
-    for described, (told, some) in rows.items():
-        yield Mistake("mask", described, f"{right}; in the port, {told}", having(blocks=some))
+    for described, some in blocks.items():
+        yield Mistake("mask", described, f"{right}; in the port, {described}", having(blocks=some))
 
 
 def _joined(trace: Trace, attention: Attention) -> _Joined | None:

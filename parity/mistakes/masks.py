@@ -47,15 +47,12 @@ def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
     named["the same in descending order"] = slopes.sort(descending=True).values
     ratios = {described: others.to(slopes) / slopes for described, others in named.items()}
     # A reference may scale its bias together with its scores; its slopes are then a multiple of some formula's.
-    multiples = {1.0: 1.0} | {ratio[0].item(): 1.0 / ratio[0].item() for ratio in ratios.values() if _are_alike(ratio)}
-    for (described, ratio), multiple in itertools.product(ratios.items(), multiples.values()):
+    alike = [ratio[0].item() for ratio in ratios.values() if torch.allclose(ratio, ratio[0], rtol=_EXACT)]
+    multiples = dict.fromkeys((1.0, *(1.0 / ratio for ratio in alike)))
+    for (described, ratio), multiple in itertools.product(ratios.items(), multiples):
         change = multiple * ratio
         if not torch.allclose(change, torch.ones_like(change), rtol=_EXACT):
             yield described, lambda shown, change=change: shown * change[:, None, None].to(shown)  # type: ignore[misc]
-
-
-def _are_alike(numbers: Tensor) -> bool:
-    return torch.allclose(numbers, numbers[0], rtol=_EXACT)
 
 
 def papers_slopes(heads: int) -> Tensor:
@@ -296,10 +293,10 @@ def seen_in(hidden: Tensor) -> Seen:
     Padding and sequences may differ from one row of the batch to the next.
     """
     padding = hidden.all(-2, keepdim=True).expand_as(hidden)
-    for padded in dict.fromkeys((False, bool(padding.any()))):
-        band = _band_beside(padding if padded else torch.zeros_like(hidden), hidden)
+    for others in (torch.zeros_like(hidden), padding):
+        band = _band_beside(others, hidden)
         if band is not None:
-            return Seen(band, padded)
+            return Seen(band, bool(others.any()))
     band = _band_beside(_apart(hidden) | padding, hidden) if hidden.shape[-2] == hidden.shape[-1] else None
     return Seen(band, bool(padding.any()), band is not None)
 
@@ -315,8 +312,8 @@ def _band_beside(others: Tensor, hidden: Tensor) -> Band | None:
     return None
 
 
-def _apart(hidden: Tensor) -> Tensor:
-    """Return where query and key belong to different sequences.
+def _sequences(hidden: Tensor) -> Tensor:
+    """Return the number of each token's sequence, from 1 on, ``[..., seq]``.
 
     A token begins a sequence if neither it nor any later token sees, or is seen by, an earlier token.
 
@@ -327,7 +324,12 @@ def _apart(hidden: Tensor) -> Tensor:
     linked = ~(hidden & hidden.mT)
     first = torch.where(linked.any(-1), linked.int().argmax(-1), tokens)  # the first that each sees, or is seen by
     first_of_later = first.flip(-1).cummin(-1).values.flip(-1)
-    number = (first_of_later >= tokens).cumsum(-1)
+    return (first_of_later >= tokens).cumsum(-1)
+
+
+def _apart(hidden: Tensor) -> Tensor:
+    """Return where query and key belong to different sequences, ``[..., seq, seq]``."""
+    number = _sequences(hidden)
     return number[..., :, None] != number[..., None, :]
 
 
@@ -541,9 +543,8 @@ def lengths_of(hidden: Tensor) -> list[int] | None:
     if hidden.shape[-2] != seq or seq < 2 or not bool((hidden == hidden[(0,) * (hidden.dim() - 2)]).all()):
         return None
     one = hidden[(0,) * (hidden.dim() - 2)]
-    starts = [0, *(1 + i for i in range(seq - 1) if bool(one[i + 1, i]))]
-    lengths = [after - before for before, after in pairwise([*starts, seq])]
-    apart = _between(lengths, one)
+    lengths: list[int] = _sequences(one).bincount()[1:].tolist()
+    apart = _apart(one)
     is_it = torch.equal(apart, one) or torch.equal(apart | _future(one), one)
     return lengths if is_it and len(lengths) > 1 else None
 
