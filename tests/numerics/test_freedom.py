@@ -101,7 +101,7 @@ def test_the_next_to_the_largest_is_chosen_where_it_is_as_near(function):
 
 
 def test_numbers_that_are_larger_than_most_may_be_farther_off():
-    """The largest of many numbers are: here they are ten times as large as usual, and so are their errors."""
+    """The largest of many numbers may be: here they are ten times as large as usual, and so are their errors."""
     x = torch.cat([torch.ones(2, 998), torch.tensor([[10.2, 10.0], [1.2, 1.0]])], 1)
     noted = Kinks()
     gradients(lambda x: x.amax(1), x - NOISE, noted)
