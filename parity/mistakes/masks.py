@@ -487,13 +487,12 @@ def _across_borders(bias: Tensor) -> Tensor:
 
 
 def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake[Masked]]:
-    borders = [0, *accumulate(lengths)]
-    right = f"give TE the reference's sequences, cu_seqlens={borders} in format thd, or its mask as an arbitrary one"
+    right = _right_sequences(lengths)
 
     def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> Mistake[Masked]:
         return _mask_mistake("mask", name, f"{right}; the port has {name}", segments_instead(other, causal))
 
-    yield of_lengths("one sequence, across all borders", [sum(lengths)])
+    yield one_sequence(lengths, is_causal)
     other_way = f"sequences that are {'not ' if is_causal else ''}causal"
     yield of_lengths(other_way, lengths, not is_causal)
     orders = {"in reverse order": lengths[::-1], "shortest first": sorted(lengths)}
@@ -521,6 +520,17 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake
                     yield of_lengths(f"sequence {number} beginning at {sum(moved[:number])}", moved)
     if is_causal:
         yield tunable(partial(_window_for_segments, right))(max(lengths) - 1)
+
+
+def one_sequence(lengths: Sequence[int], is_causal: bool) -> Mistake[Masked]:
+    """Return the mistake of taking sequences of these lengths for one."""
+    name, instead = "one sequence, across all borders", segments_instead([sum(lengths)], is_causal)
+    return _mask_mistake("mask", name, f"{_right_sequences(lengths)}; the port has {name}", instead)
+
+
+def _right_sequences(lengths: Sequence[int]) -> str:
+    borders = [0, *accumulate(lengths)]
+    return f"give TE the reference's sequences, cu_seqlens={borders} in format thd, or its mask as an arbitrary one"
 
 
 def is_of_sequences(hidden: Tensor) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mistakes.attention import HIDDEN, Attention, Bias, as_it_is, attentions
+from parity.mistakes.attention import HIDDEN, Attention, Bias, as_it_is, attentions, heads_of, hidden_keys, traced_bias
 from parity.mistakes.hypothesis import Hypothesis, everywhere_and_somewhere
-from parity.mistakes.masks import segment_mistakes
+from parity.mistakes.masks import one_sequence, segment_mistakes, segments_instead
 from parity.mistakes.reads import made_again
+from parity.numerics.blocked_attention import WRITTEN_OUT
 from parity.trace.trace import (
     JOINS,
     RESHAPES,
@@ -69,17 +70,7 @@ class Packed:
             for part, of_part in zip(self.parts, heads, strict=True)
         ]
         query, key, value = (torch.cat(some, -2) for some in zip(*by_part, strict=True))
-        at_once = replace(
-            self.parts[0],
-            masks=self.parts[0].needs[:1],  # a placeholder: ``compute`` below gets the bias itself
-            mask_scales=(),
-            added=(),
-            is_causal=False,
-            mask=mask,
-            to_heads=(as_it_is,) * 3,
-            from_heads=as_it_is,
-        )
-        context = at_once.compute(query, key, value, self.bias.to(query))
+        context = _at_once(self.parts[0], mask).compute(query, key, value, self.bias.to(query))
         parts = context.split([part[0].shape[-2] for part in by_part], -2)
         laid_out = [
             reduce(lambda x, call: made_again(call, [x]), layout, part.from_heads(x))
@@ -87,6 +78,20 @@ class Packed:
         ]
         joined: Tensor = self.call.function(laid_out, *self.call.args[1:], **self.call.kwargs)
         return joined
+
+
+def _at_once(attention: Attention, mask: Bias) -> Attention:
+    """Return an attention that computes with query, key and value as ``[..., heads, seq, head_dim]``, and a bias."""
+    return replace(
+        attention,
+        masks=attention.needs[:1],  # a placeholder: ``compute`` gets the bias itself
+        mask_scales=(),
+        added=(),
+        is_causal=False,
+        mask=mask,
+        to_heads=(as_it_is,) * 3,
+        from_heads=as_it_is,
+    )
 
 
 @once_a_trace
@@ -102,6 +107,14 @@ def packed_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     if found:
         mistakes = segment_mistakes(found[0].bias)
         yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module)
+    batches = [batch for one in attentions(trace) if (batch := _batch(trace, one)) is not None]
+    for some in grouped(batches, lambda one: (tuple(one.lengths), one.is_causal)).values():
+        first = some[0]
+        if first.is_padded:
+            mistakes = segment_mistakes(segments_instead(first.lengths, first.is_causal)(first.bias))
+        else:
+            mistakes = iter((one_sequence(first.lengths, first.is_causal),))
+        yield from everywhere_and_somewhere(mistakes, some, lambda one: one.attention.call.module)
 
 
 def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | None:
@@ -121,6 +134,70 @@ def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | No
         together[start : start + length, start : start + length] = bias
         start += length
     return Packed(call, tuple(parts), tuple(way[1] for way in ways if way is not None), together)
+
+
+# The rows of a batch, which ports pack as one: without padding and with ``cu_seqlens``, or as one sequence by mistake.
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Attention to the rows of a batch, each of which is full or causal apart from padding.
+
+    Attributes:
+        attention: computes ``[batch, heads, seq, head_dim]``.
+        tokens: which positions are no padding, ``[batch, seq]``.
+        is_causal: whether a token sees none that comes later.
+        bias: zeros for all queries and keys of the packed rows, ``[tokens, tokens]``.
+    """
+
+    attention: Attention
+    tokens: Tensor
+    is_causal: bool
+    bias: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each row has."""
+        lengths: list[int] = self.tokens.sum(1).tolist()
+        return lengths
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a row has padding."""
+        return not bool(self.tokens.all())
+
+    def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
+        """Return the edits that attend to all rows at once with another mask."""
+        return (instead(self.attention.call, self.attention.needs, partial(self._packed, bias)),)
+
+    def _packed(self, mask: Bias, *values: Tensor) -> Tensor:
+        tokens = self.tokens.to(values[0].device)
+        heads = [to_heads(x) for to_heads, x in zip(self.attention.to_heads, values[:3], strict=True)]
+        query, key, value = (x.transpose(1, 2)[tokens].transpose(0, 1)[None] for x in heads)
+        own = segments_instead(self.lengths, self.is_causal)(self.bias.to(query))
+        context = _at_once(self.attention, mask).compute(query, key, value, own)
+        padded = context.new_zeros(*tokens.shape, *context.shape[1::2])
+        padded[tokens] = context[0].transpose(0, 1)
+        return self.attention.from_heads(padded.transpose(1, 2))
+
+
+def _batch(trace: Trace, attention: Attention) -> _Batch | None:
+    """Return the attention as one to a batch; None if it has one row, or a mask that packed rows do not have."""
+    query, key, _ = heads_of(trace, attention)
+    if query.dim() != 4 or len(query) < 2 or query.shape[-2] != key.shape[-2] or attention.sinks is not None:
+        return None
+    bias = traced_bias(trace, attention)
+    hidden = hidden_keys(bias).expand(*query.shape[:3], -1)
+    tokens = ~hidden[:, 0].all(-2)
+    count = int(tokens.sum())
+    is_biased = bool((bias[~hidden_keys(bias)] != 0.0).any())
+    if is_biased or not bool(tokens.any(1).all()) or query.shape[1] * count**2 > WRITTEN_OUT:
+        return None
+    future, padding = torch.ones_like(hidden[0, 0]).triu(1), ~tokens[:, None, None, :]
+    for is_causal, expected in ((False, padding), (True, padding | future)):
+        if not bool(((hidden ^ expected) & tokens[:, None, :, None]).any()):  # whatever padded queries see
+            return _Batch(attention, tokens, is_causal, bias.new_zeros(count, count))
+    return None
 
 
 def _own_bias(trace: Trace, part: Attention) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity.case.weight_map import names
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.decoding import positions_of
 from parity.mistakes.hypothesis import Hypothesis
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 # The first submodule of a candidate that computes something that its reference does not.
 #
 # Submodules are matched by values, not by names: each column of a right submodule's result is a column of some value
-# that the reference computes, too, apart from a bias that TE adds later, and from rows that no output reads.
+# that the reference computes, too, apart from a bias that TE adds later, and from rows that no output reads. If one
+# side packs its sequences, or computes two batches at once, only the rows that both sides compute are compared.
 
 
 # The rounding of each intermediate value of a reference at a precision.
@@ -94,6 +96,8 @@ _UNLIKE = 0.7  # unrelated values differ by more than this share
 _CONSTANT = 1e-6  # a column is constant if less than this share of its norm is left without its mean
 _FEWEST_ROWS = 8
 _PROJECTIONS = 16
+_MOST_PAIRS = 2**23  # of a row and another that it may be; their distances take 64 MiB
+_TRIES = 4  # values in which rows are looked for, since only those before the first layer are nearly exact
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,21 @@ class _Known:
     holders: list[Place]
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """The rows that a candidate's value shares with values of the reference.
+
+    Attributes:
+        rows: how many rows the reference's values have.
+        own: the numbers of the candidate's rows; None for all.
+        kept: the numbers of the reference's rows; None for all.
+    """
+
+    rows: int
+    own: Tensor | None
+    kept: Tensor | None
+
+
 class Columns:
     """The columns of all values of a reference.
 
@@ -125,6 +144,9 @@ class Columns:
         self._rounded = rounded
         self._stored = stored
         self._found: dict[tuple[int, bytes], _Known] = {}
+        self._shared: dict[int, _Shared] = {}  # by the number of a value's rows
+        self._tried: Counter[int] = Counter()
+        self._confirmed: set[int] = set()  # the numbers of rows for which a submodule's result agrees
 
     def share(self, x: Tensor, kept: Tensor | None = None) -> float | None:
         """Return the share of a value's columns that are a column of some traced value; None if that cannot be told.
@@ -141,6 +163,33 @@ class Columns:
             perhaps.append(same.any(1).double().mean().item())
         return None if not surely or max(surely) < MOSTLY <= max(perhaps) else max(surely)
 
+    def learn_rows(self, x: Tensor) -> None:
+        """Find the rows that a value shares with a traced one, in the same order, if one of them has more rows.
+
+        Args:
+            x: a value of the candidate's that has been cast at most, such as what its first layer is given.
+        """
+        rows = _rows(x)
+        if x.dim() not in (2, 3) or rows in self._shared or self._tried[rows] == _TRIES:
+            return
+        self._tried[rows] += 1
+        own = x.double().flatten(0, -2) @ random_directions(x.shape[-1]).to(x.device)
+        near = _NOISE * torch.finfo(self._stored).eps * torch.linalg.vector_norm(own, dim=1, keepdim=True)
+        for y in self._values.values():
+            others = _rows(y)
+            if _may_hold_rows(y, x) and min(rows, others) >= _FEWEST_ROWS and rows * others <= _MOST_PAIRS:
+                held = y.double().flatten(0, -2) @ random_directions(y.shape[-1]).to(y.device)
+                may_be = (torch.cdist(own, held.to(own.device)) <= near).cpu()
+                chosen = None if rows == others else _only_way_in_order(may_be if rows < others else may_be.T)
+                if chosen is not None:
+                    own_rows, kept = (None, chosen) if rows < others else (chosen, None)
+                    self._shared[rows] = _Shared(others, own_rows, kept)
+                    return
+
+    def shares_rows(self, x: Tensor) -> bool:
+        """Return whether a value has as many rows as one whose rows were found among the reference's."""
+        return _rows(x) in self._shared
+
     def holders(self, x: Tensor, kept: Tensor | None = None) -> Iterator[Place]:
         """Yield each traced value that holds most of a value's columns, in these rows or in all."""
         for same, known in self._same(x, kept):
@@ -153,24 +202,32 @@ class Columns:
         """Yield, for each layout, which columns of ``x`` are known ones, ``[columns, known]``, if that can be told."""
         if x.dim() not in (2, 3):
             return
+        layouts = []
         for exchanged in (False, True)[: x.dim() - 1]:
-            layout = x.transpose(0, 1) if exchanged else x
-            rows = None if kept is None else (kept.T if exchanged else kept).flatten()
-            known = self._of_rows(x.shape[:-1].numel(), rows)
-            columns = _varying(_projected(_flat(layout, rows)))
-            if not len(columns) or not len(known.near):
-                return
-            yield torch.cdist(columns, known.projected) <= known.near.clamp(max=_UNLIKE), known
+            rows = None if kept is None else (kept.T if exchanged else kept).flatten().nonzero().flatten()
+            layouts.append((_flat(x.transpose(0, 1) if exchanged else x, rows), self._of_rows(_rows(x), rows)))
+        if kept is None and _rows(x) in self._shared:
+            shared = self._shared[_rows(x)]
+            layouts.append((_flat(x, shared.own), self._of_rows(shared.rows, shared.kept)))
+        for compared, known in layouts:
+            columns = _varying(_projected(compared))
+            if len(columns) and len(known.near):
+                yield torch.cdist(columns, known.projected) <= known.near.clamp(max=_UNLIKE), known
 
     def _of_rows(self, rows: int, kept: Tensor | None) -> _Known:
-        """Return the columns of all values that have this many rows, and how much rounding may move them."""
+        """Return the columns of all values that have this many rows, and how much rounding may move them.
+
+        Args:
+            rows: how many rows the values have.
+            kept: the rows that are compared, in their order; None for all.
+        """
         key = rows, b"" if kept is None else kept.cpu().numpy().tobytes()
         if key not in self._found:
             self._found[key] = self._columns(rows, kept)
         return self._found[key]
 
     def _columns(self, rows: int, kept: Tensor | None) -> _Known:
-        count = rows if kept is None else int(kept.sum())
+        count = rows if kept is None else len(kept)
         values = {place: y for place, y in self._values.items() if count >= _FEWEST_ROWS and _has_rows(y, rows)}
         if not values:
             return _Known(torch.empty(0, _PROJECTIONS), torch.empty(0), [])
@@ -192,13 +249,36 @@ class Columns:
         )
 
 
+def _only_way_in_order(may_be: Tensor) -> Tensor | None:
+    """Return which column belongs to each row, in ascending order; None if there is no way, or more than one.
+
+    Args:
+        may_be: whether a column may belong to a row, ``[rows, columns]``.
+    """
+
+    def first_ones(may_be: Tensor) -> list[int] | None:
+        found = [-1]
+        for columns in may_be:
+            after = columns[found[-1] + 1 :].nonzero()
+            if not len(after):
+                return None
+            found.append(found[-1] + 1 + int(after[0]))
+        return found[1:]
+
+    forward, backward = first_ones(may_be), first_ones(may_be.flip(0, 1))
+    last = may_be.shape[1] - 1
+    if forward is None or backward is None or forward != [last - column for column in reversed(backward)]:
+        return None
+    return torch.tensor(forward)
+
+
 def random_directions(size: int) -> Tensor:
     """Return random directions ``[size, projections]`` in FP64, the same for each size."""
     return torch.randn(size, _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def _flat(x: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the rows that are kept, ``[rows, columns]``."""
+    """Return the rows whose numbers are ``kept``, ``[rows, columns]``; all if it is None."""
     rows = x.flatten(0, -2)
     return rows if kept is None else rows[kept.to(x.device)]
 
@@ -210,7 +290,7 @@ def _cost(exact: Tensor, value: Tensor, model: Tensor | None, kept: Tensor | Non
         exact: the value's columns, projected.
         value: the reference's value in FP64.
         model: the same value under the rounding model, if there is one.
-        kept: as in ``Columns.share``, flat.
+        kept: the numbers of the rows that are compared; None for all.
     """
     varies = exact.any(1)
     if model is None or model.shape != value.shape:
@@ -348,19 +428,26 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
     columns = Columns(trace, rounded, failure.precision.dtype)
     unread = UnreadRows(failure.prepared, trace, columns)
     agreed: list[str] = []
+    rows_that_agree: set[int] = set()  # the row counts of tensors that agree
     reordered: set[int] = set()  # the row counts of tensors whose tokens a mixture of experts has sorted by expert
     number = -1 if failure.is_on_probes else failure.precision.warmup_passes
     for one in _joined(returned, trace) if is_in_parts else _compared_pass(returned, number):
         failure.prepared.clock.check()
-        share = columns.share(one.tensor)
+        share, given = columns.share(one.tensor), one.given
+        if (share or 0.0) < MOSTLY and not columns.shares_rows(one.tensor):
+            for tensor in (one.tensor,) if given is None else (given, one.tensor):
+                columns.learn_rows(tensor)
+            share = columns.share(one.tensor)
         if (share is not None and share >= MOSTLY) or unread.hide_what_differs(one.tensor):
+            rows_that_agree.add(_rows(one.tensor))
             agreed.append(one.module)
             continue
-        given = one.given
         of_given = None if given is None else columns.share(given)
         if given is not None and (of_given or 0.0) < MOSTLY and _has_rows_in_another_order(given, trace):
             reordered |= {_rows(one.tensor), _rows(given)}
-        if share is None or _rows(one.tensor) in reordered:
+        rows = _rows(one.tensor)
+        comparable = rows_that_agree | _rows_in_reference(one.module, failure.prepared, trace)
+        if share is None or rows in reordered or rows not in comparable:
             continue
         last = agreed[-1] if agreed else ""
         held = None if given is None else next(columns.holders(given), None)
@@ -377,6 +464,28 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
             ),
         )
         return
+
+
+def _rows_in_reference(module: str, prepared: Prepared, trace: Trace) -> set[int]:
+    """Return how many rows values have where the reference computes with a submodule's parameters.
+
+    A submodule with other rows computes something else, such as packed sequences. If it has no parameters, all of the
+    reference's are meant.
+    """
+    path = f"{module.partition(' (call ')[0]}."
+    own = {
+        name
+        for left, right in prepared.weights.items()
+        if any(each.startswith(path) for each in names(right))
+        for name in names(left)
+    }
+    found = set()
+    for call in trace.calls:
+        parameters = {trace.parameters[value.number] for value in call.inputs if value.number in trace.parameters}
+        if parameters & own or (parameters and not own):
+            tensors = [trace.tensor(value) for value in (*call.inputs, *call.outputs)]
+            found |= {_rows(x) if x.is_floating_point() else x.numel() for x in tensors}
+    return found
 
 
 def _next_to(module: str, last: str, of_given: float | None, given: str) -> str:

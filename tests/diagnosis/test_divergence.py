@@ -272,6 +272,59 @@ def test_attention_that_leaves_zeros_which_are_read_is_not():
     assert "attention is the first" in message
 
 
+# Sides whose layers are given other rows, though both return the same tokens.
+
+
+class Batch(nn.Module):
+    """Linear layers with tanh between them, which are given a batch ``layout``: padded, packed, or in two halves.
+
+    ``wrong`` names the layer after which a port computes something arbitrary.
+    """
+
+    def __init__(self, linear: Any, layout: str, wrong: str = "") -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+        self.layout, self.wrong = layout, wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.arange(SEQ) < torch.tensor([SEQ, 5, 11, 9])[:, None]
+        if self.layout == "packed":
+            return self.layers(x[tokens])
+        if self.layout == "halves":
+            return torch.cat([self.layers(half) for half in x.chunk(2)])[tokens]
+        return self.layers(x)[tokens]
+
+    def layers(self, x: Tensor) -> Tensor:
+        y = self.disturbed("fc1", self.fc1(x)).tanh()
+        return self.fc3(self.disturbed("fc2", self.fc2(y)).tanh())
+
+    def disturbed(self, after: str, y: Tensor) -> Tensor:
+        return disturbed(y) if after == self.wrong else y
+
+
+@pytest.mark.parametrize(
+    ("right", "port"), [("padded", "packed"), ("packed", "padded"), ("halves", "padded"), ("padded", "padded")]
+)
+@in_turn(("wrong", "named", "last"), [("fc2", "fc3", "fc2"), ("fc1", "fc2", "fc1")])
+def test_rows_that_only_one_side_computes_are_left_out(right, port, wrong, named, last, precision):
+    result = compared(
+        lambda: Batch(nn.Linear, right), lambda te: Batch(te.Linear, port, wrong), normal((4, SEQ, WIDTH)), precision
+    )
+    (message,) = divergences(result)
+    assert message.startswith(f"{named} is the first")
+    assert f"{last}, which runs before it, agrees" in message
+
+
+def test_no_layer_is_named_if_rows_cannot_be_told_apart():
+    """If sequences are repetitions of one token, nothing tells which rows a packed batch has left out."""
+    result = compared(
+        lambda: Batch(nn.Linear, "padded"),
+        lambda te: Batch(te.Linear, "packed", "fc1"),
+        lambda rng: rng.normal(4, 1, WIDTH).repeat(1, SEQ, 1),
+    )
+    assert divergences(result) == []
+
+
 def test_what_no_mistake_explains_is_said_to_be_unexplained():
     result = compared(
         lambda: nn.Linear(128, 256),

@@ -168,6 +168,57 @@ def test_packed_sequences_that_are_not_causal_are_told():
     tells_only(result, "mask", 'give TE attn_mask_type="causal" (or "padding_causal"); the port attends to later keys.')
 
 
+# Rows of a batch, padded or not, which a port packs as sequences of one row.
+
+
+class TokensOf(nn.Module):
+    """Attention to a batch whose first row has padding or not, without what it computes for padding."""
+
+    def __init__(self, tokens: Tensor, is_causal: bool) -> None:
+        super().__init__()
+        visible = tokens[:, None, None] & (CAUSAL if is_causal else torch.ones_like(CAUSAL))
+        self.attention, self.tokens = Reference(visible), tokens
+
+    def forward(self, *heads: Tensor) -> Tensor:
+        return self.attention(*heads)[self.tokens]
+
+
+WHOLE, SHORTER = (torch.arange(SEQ) < torch.tensor([length, SEQ])[:, None] for length in (SEQ, 19))
+RIGHT_ROWS = "cu_seqlens=[0, 19, 51] in format thd, or its mask as an arbitrary one; the port has"
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@in_turn(
+    ("tokens", "lengths", "title", "phrase"),
+    [
+        (SHORTER, (19, 32), "passed", ""),
+        (WHOLE, (32, 32), "passed", ""),
+        (SHORTER, (18, 33), "mask", f"{RIGHT_ROWS} the sequences' lengths with every border moved by -1."),
+        (SHORTER, (32, 19), "mask", f"{RIGHT_ROWS} the sequences' lengths in reverse order."),
+        (
+            WHOLE,
+            (64,),
+            "mask",
+            "cu_seqlens=[0, 32, 64] in format thd, or its mask as an arbitrary one; the port has one ",
+        ),
+    ],
+)
+def test_rows_that_are_packed_with_other_borders_are_told(tokens, lengths, title, phrase, precision, is_causal):
+    def call(core, *heads):
+        borders = torch.tensor([0, *lengths]).cumsum(0).int()
+        return core(
+            *(x[tokens] for x in heads),
+            qkv_format="thd",
+            attn_mask_type="padding_causal" if is_causal else "padding",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+
+    tells_only(masked(TokensOf(tokens, is_causal), call, precision), title, phrase)
+
+
 # Documents of different lengths in each row of the batch, where the first row ends with padding, under a band.
 
 
