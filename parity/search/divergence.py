@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
@@ -144,9 +144,8 @@ class Columns:
         self._rounded = rounded
         self._stored = stored
         self._found: dict[tuple[int, bytes], _Known] = {}
-        self._shared: dict[int, _Shared] = {}  # by the number of a value's rows
+        self._shared: dict[int, dict[int, _Shared]] = defaultdict(dict)  # by the row counts of candidate and reference
         self._tried: Counter[int] = Counter()
-        self._confirmed: set[int] = set()  # the numbers of rows for which a submodule's result agrees
 
     def share(self, x: Tensor, kept: Tensor | None = None) -> float | None:
         """Return the share of a value's columns that are a column of some traced value; None if that cannot be told.
@@ -170,25 +169,30 @@ class Columns:
             x: a value of the candidate's that has been cast at most, such as what its first layer is given.
         """
         rows = _rows(x)
-        if x.dim() not in (2, 3) or rows in self._shared or self._tried[rows] == _TRIES:
+        if x.dim() not in (2, 3) or self._tried[rows] == _TRIES:
             return
         self._tried[rows] += 1
         own = x.double().flatten(0, -2) @ random_directions(x.shape[-1]).to(x.device)
         near = _NOISE * torch.finfo(self._stored).eps * torch.linalg.vector_norm(own, dim=1, keepdim=True)
         for y in self._values.values():
             others = _rows(y)
-            if _may_hold_rows(y, x) and min(rows, others) >= _FEWEST_ROWS and rows * others <= _MOST_PAIRS:
+            if others in self._shared[rows] or others == rows or rows * others > _MOST_PAIRS:
+                continue
+            if _may_hold_rows(y, x) and min(rows, others) >= _FEWEST_ROWS:
                 held = y.double().flatten(0, -2) @ random_directions(y.shape[-1]).to(y.device)
                 may_be = (torch.cdist(own, held.to(own.device)) <= near).cpu()
-                chosen = None if rows == others else _only_way_in_order(may_be if rows < others else may_be.T)
+                chosen = _only_way_in_order(may_be if rows < others else may_be.T)
                 if chosen is not None:
                     own_rows, kept = (None, chosen) if rows < others else (chosen, None)
-                    self._shared[rows] = _Shared(others, own_rows, kept)
-                    return
+                    self._shared[rows][others] = _Shared(others, own_rows, kept)
 
-    def shares_rows(self, x: Tensor) -> bool:
-        """Return whether a value has as many rows as one whose rows were found among the reference's."""
-        return _rows(x) in self._shared
+    def rows_shared(self, x: Tensor) -> set[int]:
+        """Return the row counts of those values of the reference that share rows with values of as many rows as x."""
+        return set(self._shared[_rows(x)])
+
+    def rows_held(self, x: Tensor) -> set[int]:
+        """Return how many rows those values of the reference have that hold most of a value's columns."""
+        return {_rows(self._values[place]) for place in self.holders(x)}
 
     def holders(self, x: Tensor, kept: Tensor | None = None) -> Iterator[Place]:
         """Yield each traced value that holds most of a value's columns, in these rows or in all."""
@@ -206,8 +210,7 @@ class Columns:
         for exchanged in (False, True)[: x.dim() - 1]:
             rows = None if kept is None else (kept.T if exchanged else kept).flatten().nonzero().flatten()
             layouts.append((_flat(x.transpose(0, 1) if exchanged else x, rows), self._of_rows(_rows(x), rows)))
-        if kept is None and _rows(x) in self._shared:
-            shared = self._shared[_rows(x)]
+        for shared in self._shared[_rows(x)].values() if kept is None else ():
             layouts.append((_flat(x, shared.own), self._of_rows(shared.rows, shared.kept)))
         for compared, known in layouts:
             columns = _varying(_projected(compared))
@@ -428,26 +431,26 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
     columns = Columns(trace, rounded, failure.precision.dtype)
     unread = UnreadRows(failure.prepared, trace, columns)
     agreed: list[str] = []
-    rows_that_agree: set[int] = set()  # the row counts of tensors that agree
+    confirmed: set[int] = set()  # the row counts of values of the reference that right submodules share rows with
     reordered: set[int] = set()  # the row counts of tensors whose tokens a mixture of experts has sorted by expert
     number = -1 if failure.is_on_probes else failure.precision.warmup_passes
     for one in _joined(returned, trace) if is_in_parts else _compared_pass(returned, number):
         failure.prepared.clock.check()
         share, given = columns.share(one.tensor), one.given
-        if (share or 0.0) < MOSTLY and not columns.shares_rows(one.tensor):
+        if (share or 0.0) < MOSTLY:
             for tensor in (one.tensor,) if given is None else (given, one.tensor):
                 columns.learn_rows(tensor)
             share = columns.share(one.tensor)
         if (share is not None and share >= MOSTLY) or unread.hide_what_differs(one.tensor):
-            rows_that_agree.add(_rows(one.tensor))
+            if columns.rows_shared(one.tensor):
+                confirmed |= columns.rows_held(one.tensor)
             agreed.append(one.module)
             continue
         of_given = None if given is None else columns.share(given)
         if given is not None and (of_given or 0.0) < MOSTLY and _has_rows_in_another_order(given, trace):
             reordered |= {_rows(one.tensor), _rows(given)}
-        rows = _rows(one.tensor)
-        comparable = rows_that_agree | _rows_in_reference(one.module, failure.prepared, trace)
-        if share is None or rows in reordered or rows not in comparable:
+        rows = {_rows(one.tensor), *(columns.rows_shared(one.tensor) & confirmed)}
+        if share is None or rows & reordered or not rows & _rows_in_reference(one.module, failure.prepared, trace):
             continue
         last = agreed[-1] if agreed else ""
         held = None if given is None else next(columns.holders(given), None)

@@ -276,20 +276,25 @@ def test_attention_that_leaves_zeros_which_are_read_is_not():
 
 
 class Batch(nn.Module):
-    """Linear layers with tanh between them, which are given a batch ``layout``: padded, packed, or in two halves.
+    """Linear layers with tanh between them, which are given a batch and its positions in a ``layout``: padded, packed,
+    or in two halves.
 
     ``wrong`` names the layer after which a port computes something arbitrary.
     """
 
-    def __init__(self, linear: Any, layout: str, wrong: str = "") -> None:
+    def __init__(self, linear: Any, layout: str, wrong: str = "", lengths: tuple[int, ...] = (SEQ, 5, 11, 9)) -> None:
         super().__init__()
+        self.lengths = torch.tensor(lengths)
+        self.positions = nn.Embedding(SEQ, WIDTH)
         self.fc1, self.fc2, self.fc3 = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
         self.layout, self.wrong = layout, wrong
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = torch.arange(SEQ) < torch.tensor([SEQ, 5, 11, 9])[:, None]
+        number = torch.arange(SEQ)
+        tokens = number < self.lengths[:, None]
         if self.layout == "packed":
-            return self.layers(x[tokens])
+            return self.layers(x[tokens] + self.positions(number.expand(4, SEQ)[tokens]))
+        x = x + self.positions(number)
         if self.layout == "halves":
             return torch.cat([self.layers(half) for half in x.chunk(2)])[tokens]
         return self.layers(x)[tokens]
@@ -316,11 +321,12 @@ def test_rows_that_only_one_side_computes_are_left_out(right, port, wrong, named
 
 
 def test_no_layer_is_named_if_rows_cannot_be_told_apart():
-    """If sequences are repetitions of one token, nothing tells which rows a packed batch has left out."""
+    """If all rows of a batch are equal and one is left out, nothing tells which one it is."""
+    lengths = (SEQ, 0, 11, 9)
     result = compared(
-        lambda: Batch(nn.Linear, "padded"),
-        lambda te: Batch(te.Linear, "packed", "fc1"),
-        lambda rng: rng.normal(4, 1, WIDTH).repeat(1, SEQ, 1),
+        lambda: Batch(nn.Linear, "padded", "", lengths),
+        lambda te: Batch(te.Linear, "packed", "fc1", lengths),
+        lambda rng: torch.zeros(4, SEQ, WIDTH),
     )
     assert divergences(result) == []
 
