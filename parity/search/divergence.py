@@ -121,12 +121,12 @@ class _Shared:
 
     Attributes:
         rows: how many rows the reference's values have.
-        own: the numbers of the candidate's rows; None for all.
+        own: the numbers of the candidate's rows.
         kept: the numbers of the reference's rows; None for all.
     """
 
     rows: int
-    own: Tensor | None
+    own: Tensor
     kept: Tensor | None
 
 
@@ -165,26 +165,29 @@ class Columns:
     def learn_rows(self, x: Tensor) -> None:
         """Find the rows that a value shares with a traced one, in the same order, if one of them has more rows.
 
+        Rows of zeros are left out: FP8 takes only certain numbers of rows, and a port may fill up packed sequences.
+
         Args:
             x: a value of the candidate's that has been cast at most, such as what its first layer is given.
         """
-        rows = _rows(x)
+        rows, filled = _rows(x), x.flatten(0, -2).any(-1).nonzero().flatten().cpu()
         if x.dim() not in (2, 3) or self._tried[rows] == _TRIES:
             return
         self._tried[rows] += 1
-        own = x.double().flatten(0, -2) @ random_directions(x.shape[-1]).to(x.device)
+        own = x.double().flatten(0, -2)[filled] @ random_directions(x.shape[-1]).to(x.device)
         near = _NOISE * torch.finfo(self._stored).eps * torch.linalg.vector_norm(own, dim=1, keepdim=True)
         for y in self._values.values():
             others = _rows(y)
             if others in self._shared[rows] or others == rows or rows * others > _MOST_PAIRS:
                 continue
-            if _may_hold_rows(y, x) and min(rows, others) >= _FEWEST_ROWS:
+            if _may_hold_rows(y, x) and min(len(filled), others) >= _FEWEST_ROWS:
                 held = y.double().flatten(0, -2) @ random_directions(y.shape[-1]).to(y.device)
                 may_be = (torch.cdist(own, held.to(own.device)) <= near).cpu()
-                chosen = _only_way_in_order(may_be if rows < others else may_be.T)
+                has_fewer = len(filled) <= others
+                chosen = _only_way_in_order(may_be if has_fewer else may_be.T)
                 if chosen is not None:
-                    own_rows, kept = (None, chosen) if rows < others else (chosen, None)
-                    self._shared[rows][others] = _Shared(others, own_rows, kept)
+                    both = (filled, chosen) if has_fewer else (filled[chosen], None)
+                    self._shared[rows][others] = _Shared(others, *both)
 
     def rows_shared(self, x: Tensor) -> set[int]:
         """Return the row counts of those values of the reference that share rows with values of as many rows as x."""

@@ -277,7 +277,7 @@ def test_attention_that_leaves_zeros_which_are_read_is_not():
 
 class Batch(nn.Module):
     """Linear layers with tanh between them, which are given a batch and its positions in a ``layout``: padded, packed,
-    or in two halves.
+    packed and filled up with zeros, or in two halves.
 
     ``wrong`` names the layer after which a port computes something arbitrary.
     """
@@ -292,8 +292,10 @@ class Batch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         number = torch.arange(SEQ)
         tokens = number < self.lengths[:, None]
-        if self.layout == "packed":
-            return self.layers(x[tokens] + self.positions(number.expand(4, SEQ)[tokens]))
+        if self.layout in ("packed", "filled"):
+            packed = x[tokens] + self.positions(number.expand(4, SEQ)[tokens])
+            more = 7 if self.layout == "filled" else 0
+            return self.layers(F.pad(packed, (0, 0, 0, more)))[: len(packed)]
         x = x + self.positions(number)
         if self.layout == "halves":
             return torch.cat([self.layers(half) for half in x.chunk(2)])[tokens]
@@ -308,7 +310,8 @@ class Batch(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("right", "port"), [("padded", "packed"), ("packed", "padded"), ("halves", "padded"), ("padded", "padded")]
+    ("right", "port"),
+    [("padded", "packed"), ("padded", "filled"), ("packed", "padded"), ("halves", "padded"), ("padded", "padded")],
 )
 @in_turn(("wrong", "named", "last"), [("fc2", "fc3", "fc2"), ("fc1", "fc2", "fc1")])
 def test_rows_that_only_one_side_computes_are_left_out(right, port, wrong, named, last, precision):
