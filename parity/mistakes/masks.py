@@ -465,11 +465,12 @@ def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
     if (seen.band is not None and not seen.of_sequences) or not bool(hidden.any()):
         return
     right = 'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden)'
-    alone = f"{right}; the port has the causal one alone"
-    yield _mask_mistake("mask", "causal mask alone", alone, _hiding(_future))
-    lengths = lengths_of(hidden)
+    lengths, is_causal = lengths_of(hidden), bool((hidden | ~_future(hidden)).all())
+    if lengths is None or not is_causal:
+        alone = f"{right}; the port has the causal one alone"
+        yield _mask_mistake("mask", "causal mask alone", alone, _hiding(_future))
     if lengths is not None:
-        yield from _other_segments(lengths, bool((hidden | ~_future(hidden)).all()))
+        yield from _other_segments(lengths, is_causal)
     elif seen.of_sequences:
         across = f"{right}; the port has one sequence, across all borders"
         yield _mask_mistake("mask", "one sequence, across all borders", across, _hiding(_across_borders))
@@ -487,7 +488,7 @@ def _across_borders(bias: Tensor) -> Tensor:
 
 
 def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake[Masked]]:
-    right = _right_sequences(lengths)
+    right = right_sequences(lengths)
 
     def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> Mistake[Masked]:
         return _mask_mistake("mask", name, f"{right}; the port has {name}", segments_instead(other, causal))
@@ -525,10 +526,11 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake
 def one_sequence(lengths: Sequence[int], is_causal: bool) -> Mistake[Masked]:
     """Return the mistake of taking sequences of these lengths for one."""
     name, instead = "one sequence, across all borders", segments_instead([sum(lengths)], is_causal)
-    return _mask_mistake("mask", name, f"{_right_sequences(lengths)}; the port has {name}", instead)
+    return _mask_mistake("mask", name, f"{right_sequences(lengths)}; the port has {name}", instead)
 
 
-def _right_sequences(lengths: Sequence[int]) -> str:
+def right_sequences(lengths: Sequence[int]) -> str:
+    """Return what to do about sequences that are not of these lengths."""
     borders = [0, *accumulate(lengths)]
     return f"give TE the reference's sequences, cu_seqlens={borders} in format thd, or its mask as an arbitrary one"
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from parity.mistakes.attention import HIDDEN, Attention, Bias, as_it_is, attentions, heads_of, hidden_keys, traced_bias
-from parity.mistakes.hypothesis import Hypothesis, everywhere_and_somewhere
-from parity.mistakes.masks import one_sequence, segment_mistakes, segments_instead
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.masks import one_sequence, right_sequences, segment_mistakes, segments_instead
 from parity.mistakes.reads import made_again
+from parity.mistakes.rotation import Rotation, rotations
 from parity.numerics.blocked_attention import WRITTEN_OUT
 from parity.trace.trace import (
     JOINS,
@@ -109,12 +110,7 @@ def packed_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module)
     batches = [batch for one in attentions(trace) if (batch := _batch(trace, one)) is not None]
     for some in grouped(batches, lambda one: (tuple(one.lengths), one.is_causal)).values():
-        first = some[0]
-        if first.is_padded:
-            mistakes = segment_mistakes(segments_instead(first.lengths, first.is_causal)(first.bias))
-        else:
-            mistakes = iter((one_sequence(first.lengths, first.is_causal),))
-        yield from everywhere_and_somewhere(mistakes, some, lambda one: one.attention.call.module)
+        yield from everywhere_and_somewhere(_of_batch(some[0]), some, lambda one: one.attention.call.module)
 
 
 def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | None:
@@ -148,12 +144,14 @@ class _Batch:
         tokens: which positions are no padding, ``[batch, seq]``.
         is_causal: whether a token sees none that comes later.
         bias: zeros for all queries and keys of the packed rows, ``[tokens, tokens]``.
+        turned: the rotations of query and key by positions that begin again in each row; empty if there are none.
     """
 
     attention: Attention
     tokens: Tensor
     is_causal: bool
     bias: Tensor
+    turned: tuple[Rotation, ...] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -170,15 +168,44 @@ class _Batch:
         """Return the edits that attend to all rows at once with another mask."""
         return (instead(self.attention.call, self.attention.needs, partial(self._packed, bias)),)
 
-    def _packed(self, mask: Bias, *values: Tensor) -> Tensor:
+    def run_on(self) -> tuple[Edit, ...]:
+        """Return the edits that take all rows for one sequence, in mask and positions alike."""
+        whole = segments_instead([len(self.bias)], self.is_causal)
+        on = partial(self._packed, whole, turned=self.turned)
+        return (instead(self.attention.call, self.attention.needs, on),)
+
+    def _packed(self, mask: Bias, *values: Tensor, turned: tuple[Rotation, ...] = ()) -> Tensor:
         tokens = self.tokens.to(values[0].device)
         heads = [to_heads(x) for to_heads, x in zip(self.attention.to_heads, values[:3], strict=True)]
         query, key, value = (x.transpose(1, 2)[tokens].transpose(0, 1)[None] for x in heads)
+        if turned:
+            query, key = (self._turned_on(rotation, x) for rotation, x in zip(turned, (query, key), strict=True))
         own = segments_instead(self.lengths, self.is_causal)(self.bias.to(query))
         context = _at_once(self.attention, mask).compute(query, key, value, own)
         padded = context.new_zeros(*tokens.shape, *context.shape[1::2])
         padded[tokens] = context[0].transpose(0, 1)
         return self.attention.from_heads(padded.transpose(1, 2))
+
+    def _turned_on(self, rotation: Rotation, x: Tensor) -> Tensor:
+        """Return rotated heads ``[..., tokens, head_dim]`` turned on, as if positions ran on from row to row."""
+        assert rotation.phases is not None
+        positions, frequency = (one.to(self.tokens.device) for one in rotation.phases)
+        own = positions.expand(self.tokens.shape)[self.tokens]
+        further = torch.arange(len(own), device=own.device) + positions[0] - own
+        form, angles = rotation.result_form or rotation.form, further[:, None] * frequency
+        turn = replace(rotation, angles=angles, form=form, result_form=None, axis=-2, amplitude=1.0)
+        return turn.compute(x)
+
+
+def _of_batch(first: _Batch) -> Iterator[Mistake[_Batch]]:
+    """Yield the mistakes of ports that pack the rows of batches like this one."""
+    if first.is_padded:
+        yield from segment_mistakes(segments_instead(first.lengths, first.is_causal)(first.bias))
+    else:
+        yield one_sequence(first.lengths, first.is_causal)
+    if first.turned:
+        named = "one sequence, across all borders, with positions that run on"
+        yield Mistake("mask", named, f"{right_sequences(first.lengths)}; the port has {named}", _Batch.run_on)
 
 
 def _batch(trace: Trace, attention: Attention) -> _Batch | None:
@@ -196,8 +223,21 @@ def _batch(trace: Trace, attention: Attention) -> _Batch | None:
     future, padding = torch.ones_like(hidden[0, 0]).triu(1), ~tokens[:, None, None, :]
     for is_causal, expected in ((False, padding), (True, padding | future)):
         if not bool(((hidden ^ expected) & tokens[:, None, :, None]).any()):  # whatever padded queries see
-            return _Batch(attention, tokens, is_causal, bias.new_zeros(count, count))
+            turned = _turned(trace, attention, query.shape)
+            return _Batch(attention, tokens, is_causal, bias.new_zeros(count, count), turned)
     return None
+
+
+def _turned(trace: Trace, attention: Attention, heads: torch.Size) -> tuple[Rotation, ...]:
+    """Return the rotations of an attention's query and key, ``[..., seq, head_dim]``; empty if one is not known."""
+    found = {
+        one.role: one
+        for one in rotations(trace)
+        if one.attention == attention.call.site
+        and one.phases is not None
+        and (len(one.angles), one.head_dim) == tuple(heads[-2:])
+    }
+    return (found["query"], found["key"]) if len(found) == 2 else ()
 
 
 def _own_bias(trace: Trace, part: Attention) -> Tensor:

@@ -107,7 +107,7 @@ CAUSAL_ONE, BOTH_SIDES, UNMASKED = Reference(CAUSAL), Reference(DISTANCE.abs() <
         (CAUSAL_ONE, UNMASKED, "mask", ""),
         (Reference(CAUSAL, masks_first=True), {}, "passed", ""),
         (Reference(CAUSAL, masks_first=True), UNMASKED, "mask", ""),
-        (Reference(PACKED), {}, "mask", "the port has the causal one alone"),
+        (Reference(PACKED), {}, "mask", "the port has one sequence, across all borders"),
         (Reference(PREFIX), {}, "mask", "the port has the causal one alone"),
         (CAUSAL_ONE, dict(call=viewed, qkv_format="sbhd"), "sequence-first", ""),
         (TwoAttentions(), dict(call=twice("no_mask")), "passed", ""),
@@ -187,6 +187,26 @@ WHOLE, SHORTER = (torch.arange(SEQ) < torch.tensor([length, SEQ])[:, None] for l
 RIGHT_ROWS = "cu_seqlens=[0, 19, 51] in format thd, or its mask as an arbitrary one; the port has"
 
 
+def in_one_row(tokens: Tensor, lengths: tuple[int, ...], mask: str, turn: Any = None) -> Any:
+    """Return a function that calls TE's attention with these tokens of a batch, as sequences of these lengths."""
+
+    def call(core: nn.Module, *heads: Tensor) -> Tensor:
+        borders = torch.tensor([0, *lengths]).cumsum(0).int()
+        query, key, value = (x[tokens] for x in heads)
+        return core(
+            *((query, key) if turn is None else (turn(query), turn(key))),
+            value,
+            qkv_format="thd",
+            attn_mask_type=mask,
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+
+    return call
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @in_turn(
     ("tokens", "lengths", "title", "phrase"),
@@ -204,19 +224,37 @@ RIGHT_ROWS = "cu_seqlens=[0, 19, 51] in format thd, or its mask as an arbitrary 
     ],
 )
 def test_rows_that_are_packed_with_other_borders_are_told(tokens, lengths, title, phrase, precision, is_causal):
-    def call(core, *heads):
-        borders = torch.tensor([0, *lengths]).cumsum(0).int()
-        return core(
-            *(x[tokens] for x in heads),
-            qkv_format="thd",
-            attn_mask_type="padding_causal" if is_causal else "padding",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-        )
-
+    call = in_one_row(tokens, lengths, "padding_causal" if is_causal else "padding")
     tells_only(masked(TokensOf(tokens, is_causal), call, precision), title, phrase)
+
+
+def turned(x: Tensor, positions: Tensor) -> Tensor:
+    """Return ``[..., tokens, heads, head_dim]`` rotated by these positions."""
+    angles = positions[:, None, None] * 100.0 ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class TurnedTokensOf(TokensOf):
+    """The same with rotary embeddings, whose positions begin again in each row."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        positions = torch.arange(SEQ)
+        return super().forward(turned(query, positions), turned(key, positions), value)
+
+
+@pytest.mark.parametrize("runs_on", [False, True], ids=["begin again", "run on"])
+@in_turn(
+    ("tokens", "lengths", "title"),
+    [(SHORTER, (19, 32), "passed"), (SHORTER, (51,), "mask"), (WHOLE, (32, 32), "passed"), (WHOLE, (64,), "mask")],
+)
+def test_positions_that_run_on_matter_only_where_rows_see_each_other(tokens, lengths, title, precision, runs_on):
+    own = torch.arange(SEQ).expand(2, SEQ)[tokens]
+    positions = torch.arange(len(own)) if runs_on else own
+    call = in_one_row(tokens, lengths, "padding_causal", lambda x: turned(x, positions))
+    phrase = f"the port has one sequence, across all borders{', with positions that run on' if runs_on else ''}."
+    tells_only(masked(TurnedTokensOf(tokens, True), call, precision), title, "" if title == "passed" else phrase)
 
 
 # Documents of different lengths in each row of the batch, where the first row ends with padding, under a band.
