@@ -253,6 +253,19 @@ class _Shifted:
 
         return (edit(self.loss.call, (self.logits.whole, self.labels.whole), compute),)
 
+    def run_on(self) -> tuple[Edit, ...]:
+        """Return the edits that take the rows for one sequence, without what follows each row's last label."""
+        if self.further < 1 or self.loss.average is None:
+            return ()
+
+        def compute(was: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+            after = (labels != self.loss.ignored).flip(1).cumsum(1).flip(1)  # how many labels are still to come
+            tokens = (after > 0)[:, : logits.shape[1]]
+            x, y = logits[:, : tokens.shape[1]][tokens], labels[:, : tokens.shape[1]][tokens]
+            return replace(self.loss, sequences=1).compute(was, x[: -self.further], y[self.further :])
+
+        return (edit(self.loss.call, (self.logits.whole, self.labels.whole), compute),)
+
 
 def label_shift_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield mistakes with labels of other positions, for cross entropies whose logits and labels have positions."""
@@ -269,6 +282,13 @@ def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:
             repair = f"compare each position's logits with {right}, as the reference does; {other}"
             moved = having(further=further, shorter=shorter)
             yield Mistake("labels-shifted", f"labels {further:+d} positions{where}", repair, moved)
+    yield Mistake(
+        "labels-shifted",
+        "labels across the borders of packed rows",
+        "compare the last token of a sequence with no label, as the reference does; the port compares it with the next "
+        "sequence's first label",
+        _Shifted.run_on,
+    )
     has_several_heads = len({one.further for one in found}) > 1
     for by, whose in ((-1, "the label before"), (1, "the label after")) if has_several_heads else ():
         yield Mistake(

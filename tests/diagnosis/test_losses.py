@@ -61,6 +61,13 @@ def mean_of_means(logits: Tensor, labels: Tensor) -> Tensor:
     return (losses.sum(1) / (labels[:, 1:] != IGNORED).sum(1)).mean()
 
 
+def across_rows(logits: Tensor, labels: Tensor, further: int = 1) -> Tensor:
+    """Return the loss of rows that are packed without padding, whose last tokens have the next row's first label."""
+    ends = [int((row != IGNORED).nonzero().max()) + 1 for row in labels]
+    x, y = (torch.cat([row[:end] for row, end in zip(rows, ends, strict=True)]) for rows in (logits, labels))
+    return F.cross_entropy(x[:-further].float(), y[further:])
+
+
 def over_all(logits: Tensor, labels: Tensor) -> Tensor:
     return shifted(logits, labels, reduction="none").mean()
 
@@ -100,6 +107,8 @@ def of_all_kinds(rng: Rng) -> tuple[Tensor, Tensor]:
         (of(), of(label=2), "labels-shifted"),
         (log_probabilities, of(), "labels-shifted"),
         (ahead(1, 2), ahead(0, 1), "labels-shifted"),
+        (of(), across_rows, "labels-shifted"),
+        (ahead(2), lambda *x: across_rows(*x, further=2), "labels-shifted"),
         (of(), z_loss, "z-loss"),
     ],
 )
