@@ -249,6 +249,8 @@ def _join(trace: Trace, call: Call) -> _Join | None:
     if call.name not in JOINS or len(call.inputs) != 2:
         return None
     whole, first, second = (trace.tensor(value).shape for value in (*call.outputs, *call.inputs))
+    if not len(whole) == len(first) == len(second):  # torch.cat also takes an empty tensor of one dimension
+        return None
     dims = [dim for dim in range(len(whole) - 1) if first[dim] + second[dim] == whole[dim]]
     if len(dims) != 1 or not 0 < min(first[dims[0]], second[dims[0]]) <= _MOST:
         return None

@@ -170,10 +170,11 @@ class Columns:
         Args:
             x: a value of the candidate's that has been cast at most, such as what its first layer is given.
         """
-        rows, filled = _rows(x), x.flatten(0, -2).any(-1).nonzero().flatten().cpu()
+        rows = _rows(x)
         if x.dim() not in (2, 3) or self._tried[rows] == _TRIES:
             return
         self._tried[rows] += 1
+        filled = x.flatten(0, -2).any(-1).nonzero().flatten().cpu()
         own = x.double().flatten(0, -2)[filled] @ random_directions(x.shape[-1]).to(x.device)
         near = _NOISE * torch.finfo(self._stored).eps * torch.linalg.vector_norm(own, dim=1, keepdim=True)
         for y in self._values.values():

@@ -76,6 +76,7 @@ from parity.search.search import (
     is_unusual,
     partly_explained,
 )
+from parity.shown import raised
 from parity.trace.trace import Trace
 
 # Matched filters after a failure: a subtle mistake that is made at one place of several, or that shows in no output.
@@ -290,13 +291,15 @@ def explain(
         seconds: real time after which no further pass is begun, 0 for no limit.
 
     Returns:
-        The findings, and a note if the limit ended the search.
+        The findings, and notes if the limit ended the search, or if parity itself failed on a part of it.
     """
-    clock = failure.prepared.clock
+    clock, broken = failure.prepared.clock, list[Exception]()
     with clock.limited_to(seconds):
-        found = in_time(lambda: _explained(failure, unreached, known))
-        notes = (ended_early(seconds),) if clock.ended else ()
-    return with_argument_names(found, failure), notes
+        found = in_time(lambda: _explained(failure, unreached, known, broken))
+        notes = [ended_early(seconds)] if clock.ended else []
+    if broken and not _is_known(found):
+        notes.append(f"a part of the search for the cause raised {raised(broken[0])}; the causes there were not tried")
+    return with_argument_names(found, failure), tuple(notes)
 
 
 def ended_early(seconds: float) -> str:
@@ -307,7 +310,9 @@ def ended_early(seconds: float) -> str:
     )
 
 
-def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
+def _explained(
+    failure: Failure, unreached: Sequence[str], known: Sequence[Direction], broken: list[Exception]
+) -> tuple[Finding, ...]:
     shaky = ill_conditioned([tensor for tensor in failure.results if not tensor.passed], failure.prepared)
     if shaky is not None:
         return (shaky,)
@@ -317,9 +322,9 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
     of_drawn = dataclasses.replace(failure, results=drawn, on_probe=on_probe)
     as_drawn = dataclasses.replace(of_drawn, on_probe=None, by_average=True)
     if on_probe is not None and all(tensor.passed for tensor in drawn):
-        return findings(dataclasses.replace(on_probe, on_drawn=as_drawn))
+        return findings(dataclasses.replace(on_probe, on_drawn=as_drawn), broken=broken)
     screened = Screened()
-    found = tuple(in_time(lambda: findings(of_drawn, unreached, screened)))
+    found = tuple(in_time(lambda: findings(of_drawn, unreached, screened, broken)))
     by_filter = tuple(mistakes(drawn, known))
     if _is_known(found):
         # Among causes that fit equally well, the one that a filter has found is the likeliest.
@@ -337,7 +342,7 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
     # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there, where most
     # causes have been tried.
     effort = _AGAIN if among is not None else 1.0
-    probing = findings(dataclasses.replace(on_probe, on_drawn=as_drawn, among=among, effort=effort))
+    probing = findings(dataclasses.replace(on_probe, on_drawn=as_drawn, among=among, effort=effort), broken=broken)
     return probing if _is_known(probing) else found
 
 
@@ -360,7 +365,12 @@ _CLOSE = 1.5
 _TELLING = 64  # if a tensor of this many numbers is far off, not just any two mistakes explain it
 
 
-def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened | None = None) -> tuple[Finding, ...]:
+def findings(
+    failure: Failure,
+    unreached: Sequence[str] = (),
+    screened: Screened | None = None,
+    broken: list[Exception] | None = None,
+) -> tuple[Finding, ...]:
     """Return every known cause that explains a failure, the best first; none for a comparison that passed.
 
     If the clock's limit of real time ends the search, these are the causes that were verified by then.
@@ -369,6 +379,7 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
         failure: the comparison.
         unreached: names of TE parameters that the backward pass did not reach.
         screened: gets the partial results of a search that explains nothing.
+        broken: gets the exceptions that parity itself raises, for example on a tensor of a rare dtype.
 
     Raises:
         OutOfTime: if the limit of real time is reached before anything is tried.
@@ -385,7 +396,8 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
     lacking = [result for result in failed if not result.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
     screened = Screened() if screened is None else screened
-    causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
+    broken = [] if broken is None else broken
+    causes = _causes(failure, trace, unreached, screened, broken) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
         budget = failure.budget(CHECKS_FOR_THE_REST)
         causes = in_time(lambda: detached_path_findings(failure, failed, trace, budget))
@@ -432,7 +444,9 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
         )
 
 
-def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened) -> list[Finding]:
+def _causes(
+    failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened, broken: list[Exception]
+) -> list[Finding]:
     """Return the first causes that explain finite outputs and their gradients; arguments as for ``findings``.
 
     If a candidate is right once it is called differently, that is better evidence than a reference that is made wrong.
@@ -441,8 +455,6 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     search = failure.budget(CHECKS_FOR_SEARCH)
     first_order = cache(lambda: FirstOrder(failure, trace, failure.budget(_CHECKS_FOR_DIRECTIONS)))
     tells = not outputs_tell_little(failure)
-
-    broken: list[Exception] = []
 
     def known() -> Iterator[Hypothesis]:
         return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), broken))
@@ -487,14 +499,12 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
 def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], broken: list[Exception]) -> list[Finding]:
     """Return the findings of the first cause that has any, skipping causes on which parity itself fails.
 
-    For example, parity may fail on a tensor of a rare dtype.
-
     Args:
         causes: the causes, in order.
-        broken: parity's own exceptions so far; those that causes raise are added.
+        broken: gets parity's own exceptions, for example on a tensor of a rare dtype.
 
     Raises:
-        Exception: one of the pair's code or of a broken device; parity's own if no cause holds.
+        Exception: one of the pair's code or of a broken device.
     """
     for cause in causes:
         try:
@@ -506,8 +516,6 @@ def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], broken: list
             continue
         if found:
             return found
-    if broken:
-        raise broken[0]
     return []
 
 

@@ -334,6 +334,25 @@ def test_no_layer_is_named_if_rows_cannot_be_told_apart():
     assert divergences(result) == []
 
 
+class Cached(nn.Module):
+    """Two linear layers, the result of the first of which is appended to an empty cache, as transformers does."""
+
+    def __init__(self, linear: Any, wrong: bool = False) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.wrong = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH), wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat((x.new_empty(0), self.fc1(x)), -2)
+        return self.fc2(disturbed(y) if self.wrong else y)
+
+
+def test_a_tensor_that_is_appended_to_an_empty_one_breaks_no_search():
+    result = twins(Cached, dict(wrong=True), normal((2, 16, WIDTH)), "fp32")
+    (message,) = divergences(result)
+    assert message.startswith("fc2 is the first")
+    assert result.notes == ()
+
+
 def test_what_no_mistake_explains_is_said_to_be_unexplained():
     result = compared(
         lambda: nn.Linear(128, 256),
