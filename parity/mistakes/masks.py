@@ -294,14 +294,14 @@ def seen_in(hidden: Tensor) -> Seen:
     """
     padding = hidden.all(-2, keepdim=True).expand_as(hidden)
     for others in (torch.zeros_like(hidden), padding):
-        band = _band_beside(others, hidden)
+        band = band_beside(others, hidden)
         if band is not None:
             return Seen(band, bool(others.any()))
-    band = _band_beside(_apart(hidden) | padding, hidden) if hidden.shape[-2] == hidden.shape[-1] else None
+    band = band_beside(_apart(hidden) | padding, hidden) if hidden.shape[-2] == hidden.shape[-1] else None
     return Seen(band, bool(padding.any()), band is not None)
 
 
-def _band_beside(others: Tensor, hidden: Tensor) -> Band | None:
+def band_beside(others: Tensor, hidden: Tensor) -> Band | None:
     """Return the band that, together with ``others``, hides exactly what the mask hides; None if there is none."""
     distance = distance_of(range(hidden.shape[-2]), range(hidden.shape[-1]), hidden.device).expand_as(hidden)
     seen = distance[~hidden & ~others]
@@ -493,7 +493,7 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake
     def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> Mistake[Masked]:
         return _mask_mistake("mask", name, f"{right}; the port has {name}", segments_instead(other, causal))
 
-    yield one_sequence(lengths, is_causal)
+    yield one_sequence(lengths, Band(math.inf, 0 if is_causal else math.inf))
     other_way = f"sequences that are {'not ' if is_causal else ''}causal"
     yield of_lengths(other_way, lengths, not is_causal)
     orders = {"in reverse order": lengths[::-1], "shortest first": sorted(lengths)}
@@ -523,9 +523,9 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake
         yield tunable(partial(_window_for_segments, right))(max(lengths) - 1)
 
 
-def one_sequence(lengths: Sequence[int], is_causal: bool) -> Mistake[Masked]:
-    """Return the mistake of taking sequences of these lengths for one."""
-    name, instead = "one sequence, across all borders", segments_instead([sum(lengths)], is_causal)
+def one_sequence(lengths: Sequence[int], band: Band) -> Mistake[Masked]:
+    """Return the mistake of taking sequences of these lengths for one, in which each query sees this band."""
+    name, instead = "one sequence, across all borders", sequences_instead([sum(lengths)], band)
     return _mask_mistake("mask", name, f"{right_sequences(lengths)}; the port has {name}", instead)
 
 
@@ -588,11 +588,15 @@ def _as_padded_after(bias: Tensor) -> Tensor:
 
 def segments_instead(lengths: Sequence[int], is_causal: bool) -> Bias:
     """Return a bias that replaces a mask by one of sequences of these lengths."""
+    return sequences_instead(lengths, Band(math.inf, 0 if is_causal else math.inf))
+
+
+def sequences_instead(lengths: Sequence[int], band: Band) -> Bias:
+    """Return a bias that replaces a mask by a band in each of the sequences of these lengths."""
 
     def instead(bias: Tensor) -> Tensor:
         if bias.shape[-2:] != (sum(lengths), sum(lengths)):
             return bias
-        apart = _between(lengths, bias)
-        return without_hiding(bias).masked_fill(apart | _future(bias) if is_causal else apart, HIDDEN)
+        return without_hiding(bias).masked_fill(_between(lengths, bias) | _hidden_by(band, bias), HIDDEN)
 
     return instead

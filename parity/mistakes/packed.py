@@ -13,10 +13,10 @@ from torch import Tensor
 
 from parity.mistakes.attention import HIDDEN, Attention, Bias, as_it_is, attentions, heads_of, hidden_keys, traced_bias
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
-from parity.mistakes.masks import one_sequence, right_sequences, segment_mistakes, segments_instead
+from parity.mistakes.masks import band_beside, one_sequence, right_sequences, segment_mistakes, sequences_instead
 from parity.mistakes.reads import made_again
 from parity.mistakes.rotation import Rotation, rotations
-from parity.numerics.blocked_attention import WRITTEN_OUT
+from parity.numerics.blocked_attention import WRITTEN_OUT, Band
 from parity.trace.trace import (
     JOINS,
     RESHAPES,
@@ -109,7 +109,7 @@ def packed_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         mistakes = segment_mistakes(found[0].bias)
         yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module)
     batches = [batch for one in attentions(trace) if (batch := _batch(trace, one)) is not None]
-    for some in grouped(batches, lambda one: (tuple(one.lengths), one.is_causal)).values():
+    for some in grouped(batches, lambda one: (tuple(one.lengths), one.band)).values():
         yield from everywhere_and_somewhere(_of_batch(some[0]), some, lambda one: one.attention.call.module)
 
 
@@ -137,19 +137,19 @@ def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | No
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """Attention to the rows of a batch, each of which is full or causal apart from padding.
+    """Attention to the rows of a batch, in each of which queries see a band of keys, apart from padding.
 
     Attributes:
         attention: computes ``[batch, heads, seq, head_dim]``.
         tokens: which positions are no padding, ``[batch, seq]``.
-        is_causal: whether a token sees none that comes later.
+        band: how many keys before and after its own a query sees.
         bias: zeros for all queries and keys of the packed rows, ``[tokens, tokens]``.
         turned: the rotations of query and key by positions that begin again in each row; empty if there are none.
     """
 
     attention: Attention
     tokens: Tensor
-    is_causal: bool
+    band: Band
     bias: Tensor
     turned: tuple[Rotation, ...] = ()
 
@@ -170,7 +170,7 @@ class _Batch:
 
     def run_on(self) -> tuple[Edit, ...]:
         """Return the edits that take all rows for one sequence, in mask and positions alike."""
-        whole = segments_instead([len(self.bias)], self.is_causal)
+        whole = sequences_instead([len(self.bias)], self.band)
         on = partial(self._packed, whole, turned=self.turned)
         return (instead(self.attention.call, self.attention.needs, on),)
 
@@ -180,7 +180,7 @@ class _Batch:
         query, key, value = (x.transpose(1, 2)[tokens].transpose(0, 1)[None] for x in heads)
         if turned:
             query, key = (self._turned_on(rotation, x) for rotation, x in zip(turned, (query, key), strict=True))
-        own = segments_instead(self.lengths, self.is_causal)(self.bias.to(query))
+        own = sequences_instead(self.lengths, self.band)(self.bias.to(query))
         context = _at_once(self.attention, mask).compute(query, key, value, own)
         padded = context.new_zeros(*tokens.shape, *context.shape[1::2])
         padded[tokens] = context[0].transpose(0, 1)
@@ -199,10 +199,10 @@ class _Batch:
 
 def _of_batch(first: _Batch) -> Iterator[Mistake[_Batch]]:
     """Yield the mistakes of ports that pack the rows of batches like this one."""
-    if first.is_padded:
-        yield from segment_mistakes(segments_instead(first.lengths, first.is_causal)(first.bias))
+    if first.is_padded and first.band in (Band(), Band(right=0)):
+        yield from segment_mistakes(sequences_instead(first.lengths, first.band)(first.bias))
     else:
-        yield one_sequence(first.lengths, first.is_causal)
+        yield one_sequence(first.lengths, first.band)
     if first.turned:
         named = "one sequence, across all borders, with positions that run on"
         yield Mistake("mask", named, f"{right_sequences(first.lengths)}; the port has {named}", _Batch.run_on)
@@ -220,12 +220,11 @@ def _batch(trace: Trace, attention: Attention) -> _Batch | None:
     is_biased = bool((bias[~hidden_keys(bias)] != 0.0).any())
     if is_biased or not bool(tokens.any(1).all()) or query.shape[1] * count**2 > WRITTEN_OUT:
         return None
-    future, padding = torch.ones_like(hidden[0, 0]).triu(1), ~tokens[:, None, None, :]
-    for is_causal, expected in ((False, padding), (True, padding | future)):
-        if not bool(((hidden ^ expected) & tokens[:, None, :, None]).any()):  # whatever padded queries see
-            turned = _turned(trace, attention, query.shape)
-            return _Batch(attention, tokens, is_causal, bias.new_zeros(count, count), turned)
-    return None
+    others = ~(tokens[:, None, None, :] & tokens[:, None, :, None]).expand_as(hidden)  # whatever padded queries see
+    band = band_beside(others, hidden | others)
+    if band is None:
+        return None
+    return _Batch(attention, tokens, band, bias.new_zeros(count, count), _turned(trace, attention, query.shape))
 
 
 def _turned(trace: Trace, attention: Attention, heads: torch.Size) -> tuple[Rotation, ...]:

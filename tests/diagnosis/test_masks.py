@@ -174,10 +174,9 @@ def test_packed_sequences_that_are_not_causal_are_told():
 class TokensOf(nn.Module):
     """Attention to a batch whose first row has padding or not, without what it computes for padding."""
 
-    def __init__(self, tokens: Tensor, is_causal: bool) -> None:
+    def __init__(self, tokens: Tensor, visible: Tensor) -> None:
         super().__init__()
-        visible = tokens[:, None, None] & (CAUSAL if is_causal else torch.ones_like(CAUSAL))
-        self.attention, self.tokens = Reference(visible), tokens
+        self.attention, self.tokens = Reference(tokens[:, None, None] & visible), tokens
 
     def forward(self, *heads: Tensor) -> Tensor:
         return self.attention(*heads)[self.tokens]
@@ -187,7 +186,7 @@ WHOLE, SHORTER = (torch.arange(SEQ) < torch.tensor([length, SEQ])[:, None] for l
 RIGHT_ROWS = "cu_seqlens=[0, 19, 51] in format thd, or its mask as an arbitrary one; the port has"
 
 
-def in_one_row(tokens: Tensor, lengths: tuple[int, ...], mask: str, turn: Any = None) -> Any:
+def in_one_row(tokens: Tensor, lengths: tuple[int, ...], mask: str, turn: Any = None, **options: Any) -> Any:
     """Return a function that calls TE's attention with these tokens of a batch, as sequences of these lengths."""
 
     def call(core: nn.Module, *heads: Tensor) -> Tensor:
@@ -202,6 +201,7 @@ def in_one_row(tokens: Tensor, lengths: tuple[int, ...], mask: str, turn: Any = 
             cu_seqlens_kv=borders,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
+            **options,
         )
 
     return call
@@ -225,7 +225,17 @@ def in_one_row(tokens: Tensor, lengths: tuple[int, ...], mask: str, turn: Any = 
 )
 def test_rows_that_are_packed_with_other_borders_are_told(tokens, lengths, title, phrase, precision, is_causal):
     call = in_one_row(tokens, lengths, "padding_causal" if is_causal else "padding")
-    tells_only(masked(TokensOf(tokens, is_causal), call, precision), title, phrase)
+    visible = CAUSAL if is_causal else torch.ones_like(CAUSAL)
+    tells_only(masked(TokensOf(tokens, visible), call, precision), title, phrase)
+
+
+@in_turn(
+    ("tokens", "lengths", "title"), [(SHORTER, (19, 32), "passed"), (SHORTER, (51,), "mask"), (WHOLE, (64,), "mask")]
+)
+def test_packed_rows_may_have_a_window(tokens, lengths, title, precision):
+    call = in_one_row(tokens, lengths, "padding_causal", window_size=(4, 0))
+    result = masked(TokensOf(tokens, CAUSAL & (DISTANCE >= -4)), call, precision)
+    tells_only(result, title, "" if title == "passed" else "the port has one sequence, across all borders.")
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
@@ -254,7 +264,7 @@ def test_positions_that_run_on_matter_only_where_rows_see_each_other(tokens, len
     positions = torch.arange(len(own)) if runs_on else own
     call = in_one_row(tokens, lengths, "padding_causal", lambda x: turned(x, positions))
     phrase = f"the port has one sequence, across all borders{', with positions that run on' if runs_on else ''}."
-    tells_only(masked(TurnedTokensOf(tokens, True), call, precision), title, "" if title == "passed" else phrase)
+    tells_only(masked(TurnedTokensOf(tokens, CAUSAL), call, precision), title, "" if title == "passed" else phrase)
 
 
 # Documents of different lengths in each row of the batch, where the first row ends with padding, under a band.
