@@ -126,23 +126,24 @@ def test_another_mask_than_the_references_is_told(module, port, title, phrase):
     tells_only(masked(module, **port), title, phrase)
 
 
+def sequences(lengths: tuple[int, ...], mask: str) -> dict[str, Any]:
+    """Return the arguments that tell TE's attention of sequences of these lengths in one row."""
+    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    return dict(
+        qkv_format="thd",
+        attn_mask_type=mask,
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+
+
 def packed(lengths, mask="padding_causal"):
     """Return a function that calls TE's attention with each row of the batch packed as sequences of these lengths."""
 
     def call(core, *heads):
-        borders = torch.tensor([0, *lengths]).cumsum(0).int()
-        rows = [
-            core(
-                *(x[i].clone() for x in heads),
-                qkv_format="thd",
-                attn_mask_type=mask,
-                cu_seqlens_q=borders,
-                cu_seqlens_kv=borders,
-                max_seqlen_q=max(lengths),
-                max_seqlen_kv=max(lengths),
-            )
-            for i in range(len(heads[0]))
-        ]
+        rows = [core(*(x[i].clone() for x in heads), **sequences(lengths, mask)) for i in range(len(heads[0]))]
         return torch.stack(rows).flatten(2)
 
     return call
@@ -190,19 +191,9 @@ def in_one_row(tokens: Tensor, lengths: tuple[int, ...], mask: str, turn: Any = 
     """Return a function that calls TE's attention with these tokens of a batch, as sequences of these lengths."""
 
     def call(core: nn.Module, *heads: Tensor) -> Tensor:
-        borders = torch.tensor([0, *lengths]).cumsum(0).int()
         query, key, value = (x[tokens] for x in heads)
-        return core(
-            *((query, key) if turn is None else (turn(query), turn(key))),
-            value,
-            qkv_format="thd",
-            attn_mask_type=mask,
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-            **options,
-        )
+        query, key = (query, key) if turn is None else (turn(query), turn(key))
+        return core(query, key, value, **sequences(lengths, mask), **options)
 
     return call
 
