@@ -45,9 +45,9 @@ def searches(monkeypatch: pytest.MonkeyPatch, tokens: Callable[[], nn.Module], n
     asked: list[Failure] = []
     original = explanation.findings
 
-    def recorded(failure: Failure, *arguments: Any) -> Any:
+    def recorded(failure: Failure, *arguments: Any, **options: Any) -> Any:
         asked.append(failure)
-        return original(failure, *arguments)
+        return original(failure, *arguments, **options)
 
     def factory(te: Any, **_: int) -> parity.Pair:
         plain = Model(nn.Linear, tokens())
