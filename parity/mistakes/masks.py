@@ -451,6 +451,7 @@ def without_hiding(bias: Tensor) -> Tensor:
 # gives masks that are not bands either; ports have the causal mask instead.
 
 
+_CAUSAL = Band(right=0)
 _FEW_BORDERS = 8  # with no more sequences than this, each border is moved or left out alone
 
 
@@ -470,7 +471,7 @@ def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
         alone = f"{right}; the port has the causal one alone"
         yield _mask_mistake("mask", "causal mask alone", alone, _hiding(_future))
     if lengths is not None:
-        yield from _other_segments(lengths, is_causal)
+        yield from _other_segments(lengths, _CAUSAL if is_causal else Band())
     elif seen.of_sequences:
         across = f"{right}; the port has one sequence, across all borders"
         yield _mask_mistake("mask", "one sequence, across all borders", across, _hiding(_across_borders))
@@ -487,15 +488,15 @@ def _across_borders(bias: Tensor) -> Tensor:
     return _hidden_by(seen.band, bias) | _padding(bias) if seen.of_sequences and seen.band else hidden
 
 
-def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake[Masked]]:
-    right = right_sequences(lengths)
+def _other_segments(lengths: Sequence[int], band: Band) -> Iterator[Mistake[Masked]]:
+    right, is_causal = right_sequences(lengths), band == _CAUSAL
 
-    def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> Mistake[Masked]:
-        return _mask_mistake("mask", name, f"{right}; the port has {name}", segments_instead(other, causal))
+    def of_lengths(name: str, other: Sequence[int], band: Band = band) -> Mistake[Masked]:
+        return _mask_mistake("mask", name, f"{right}; the port has {name}", sequences_instead(other, band))
 
-    yield one_sequence(lengths, Band(math.inf, 0 if is_causal else math.inf))
+    yield one_sequence(lengths, band)
     other_way = f"sequences that are {'not ' if is_causal else ''}causal"
-    yield of_lengths(other_way, lengths, not is_causal)
+    yield of_lengths(other_way, lengths, Band() if is_causal else _CAUSAL)
     orders = {"in reverse order": lengths[::-1], "shortest first": sorted(lengths)}
     orders["longest first"] = orders["shortest first"][::-1]
     if sum(lengths) % len(lengths) == 0:
@@ -584,11 +585,6 @@ def _as_padded_after(bias: Tensor) -> Tensor:
     hidden = hidden_keys(bias)
     beyond = _beyond(bias, (~_padded_before(hidden)).sum(-1)[..., None, None])
     return beyond | _future(hidden) if bool((hidden | ~_future(hidden)).all()) else beyond
-
-
-def segments_instead(lengths: Sequence[int], is_causal: bool) -> Bias:
-    """Return a bias that replaces a mask by one of sequences of these lengths."""
-    return sequences_instead(lengths, Band(math.inf, 0 if is_causal else math.inf))
 
 
 def sequences_instead(lengths: Sequence[int], band: Band) -> Bias:

@@ -109,7 +109,7 @@ def packed_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         mistakes = segment_mistakes(found[0].bias)
         yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module)
     batches = [batch for one in attentions(trace) if (batch := _batch(trace, one)) is not None]
-    for some in grouped(batches, lambda one: (tuple(one.lengths), one.band)).values():
+    for some in grouped(batches, lambda one: (one.lengths, one.band)).values():
         yield from everywhere_and_somewhere(_of_batch(some[0]), some, lambda one: one.attention.call.module)
 
 
@@ -142,27 +142,18 @@ class _Batch:
     Attributes:
         attention: computes ``[batch, heads, seq, head_dim]``.
         tokens: which positions are no padding, ``[batch, seq]``.
+        lengths: how many tokens each row has.
         band: how many keys before and after its own a query sees.
-        bias: zeros for all queries and keys of the packed rows, ``[tokens, tokens]``.
+        bias: is added to the scores of the packed rows, ``[tokens, tokens]``; ``HIDDEN`` outside of row and band.
         turned: the rotations of query and key by positions that begin again in each row; empty if there are none.
     """
 
     attention: Attention
     tokens: Tensor
+    lengths: tuple[int, ...]
     band: Band
     bias: Tensor
     turned: tuple[Rotation, ...] = ()
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many tokens each row has."""
-        lengths: list[int] = self.tokens.sum(1).tolist()
-        return lengths
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether a row has padding."""
-        return not bool(self.tokens.all())
 
     def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
         """Return the edits that attend to all rows at once with another mask."""
@@ -180,8 +171,7 @@ class _Batch:
         query, key, value = (x.transpose(1, 2)[tokens].transpose(0, 1)[None] for x in heads)
         if turned:
             query, key = (self._turned_on(rotation, x) for rotation, x in zip(turned, (query, key), strict=True))
-        own = sequences_instead(self.lengths, self.band)(self.bias.to(query))
-        context = _at_once(self.attention, mask).compute(query, key, value, own)
+        context = _at_once(self.attention, mask).compute(query, key, value, self.bias.to(query))
         padded = context.new_zeros(*tokens.shape, *context.shape[1::2])
         padded[tokens] = context[0].transpose(0, 1)
         return self.attention.from_heads(padded.transpose(1, 2))
@@ -199,8 +189,9 @@ class _Batch:
 
 def _of_batch(first: _Batch) -> Iterator[Mistake[_Batch]]:
     """Yield the mistakes of ports that pack the rows of batches like this one."""
-    if first.is_padded and first.band in (Band(), Band(right=0)):
-        yield from segment_mistakes(sequences_instead(first.lengths, first.band)(first.bias))
+    is_padded = not bool(first.tokens.all())
+    if is_padded and first.band in (Band(), Band(right=0)):
+        yield from segment_mistakes(first.bias)
     else:
         yield one_sequence(first.lengths, first.band)
     if first.turned:
@@ -224,7 +215,9 @@ def _batch(trace: Trace, attention: Attention) -> _Batch | None:
     band = band_beside(others, hidden | others)
     if band is None:
         return None
-    return _Batch(attention, tokens, band, bias.new_zeros(count, count), _turned(trace, attention, query.shape))
+    lengths = tuple(tokens.sum(1).tolist())
+    packed = sequences_instead(lengths, band)(bias.new_zeros(count, count))
+    return _Batch(attention, tokens, lengths, band, packed, _turned(trace, attention, query.shape))
 
 
 def _turned(trace: Trace, attention: Attention, heads: torch.Size) -> tuple[Rotation, ...]:

@@ -14,10 +14,11 @@ from parity.judge.pictures import FirstWrong, first_wrong
 from parity.mistakes.attention import Attention, attentions, hidden_keys, traced_bias
 from parity.mistakes.decoding import decoding_hypotheses, later_in_rows, not_reset_hypothesis, positions_of
 from parity.mistakes.hypothesis import Hypothesis, in_part
-from parity.mistakes.masks import is_of_sequences, lengths_of, segments_instead
+from parity.mistakes.masks import is_of_sequences, lengths_of, right_sequences, sequences_instead
 from parity.mistakes.packed import Packed, packed_attentions
 from parity.mistakes.rotation import Rotation, counted_from, rotations
 from parity.mistakes.under import outputs_under
+from parity.numerics.blocked_attention import Band
 from parity.numerics.errors import TINY, norm_of
 from parity.numerics.freedom import FUSED, UNFUSED
 from parity.passes.all_passes import model_tensors
@@ -106,15 +107,15 @@ def _borders(subject: Attention | Packed, trace: Trace) -> list[int]:
 
 
 def _of(starts: Sequence[int], right: Sequence[int], subjects: Sequence[Attention | Packed]) -> Hypothesis:
-    lengths = [after - before for before, after in pairwise([*starts, right[-1]])]
-    mask = segments_instead(lengths, is_causal=True)
+    lengths, right_lengths = (
+        [after - before for before, after in pairwise(borders)] for borders in ([*starts, right[-1]], right)
+    )
+    mask = sequences_instead(lengths, Band(right=0))
     borders = [0, *accumulate(lengths)]
     return Hypothesis(
         "mask",
         f"sequences with the borders {borders}",
-        f"give TE the reference's sequences, cu_seqlens={right} in format thd, or its mask as an arbitrary "
-        "one; the port has "
-        f"sequences with the borders {borders}",
+        f"{right_sequences(right_lengths)}; the port has sequences with the borders {borders}",
         tuple(edit for one in subjects for edit in one.masked_by(mask)),
     )
 

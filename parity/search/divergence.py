@@ -120,12 +120,10 @@ class _Shared:
     """The rows that a candidate's value shares with values of the reference.
 
     Attributes:
-        rows: how many rows the reference's values have.
         own: the numbers of the candidate's rows.
         kept: the numbers of the reference's rows; None for all.
     """
 
-    rows: int
     own: Tensor
     kept: Tensor | None
 
@@ -162,17 +160,18 @@ class Columns:
             perhaps.append(same.any(1).double().mean().item())
         return None if not surely or max(surely) < MOSTLY <= max(perhaps) else max(surely)
 
-    def learn_rows(self, x: Tensor) -> None:
+    def learn_rows(self, x: Tensor) -> bool:
         """Find the rows that a value shares with a traced one, in the same order, if one of them has more rows.
 
-        Rows of zeros are left out: FP8 takes only certain numbers of rows, and a port may fill up packed sequences.
+        Return whether any were found that were not known. Rows of zeros are left out: FP8 takes only certain numbers of
+        rows, and a port may fill up packed sequences.
 
         Args:
             x: a value of the candidate's that has been cast at most, such as what its first layer is given.
         """
-        rows = _rows(x)
+        rows, known = _rows(x), len(self._shared[_rows(x)])
         if x.dim() not in (2, 3) or self._tried[rows] == _TRIES:
-            return
+            return False
         self._tried[rows] += 1
         filled = x.flatten(0, -2).any(-1).nonzero().flatten().cpu()
         own = x.double().flatten(0, -2)[filled] @ random_directions(x.shape[-1]).to(x.device)
@@ -187,8 +186,9 @@ class Columns:
                 has_fewer = len(filled) <= others
                 chosen = _only_way_in_order(may_be if has_fewer else may_be.T)
                 if chosen is not None:
-                    both = (filled, chosen) if has_fewer else (filled[chosen], None)
-                    self._shared[rows][others] = _Shared(others, *both)
+                    shared = _Shared(filled, chosen) if has_fewer else _Shared(filled[chosen], None)
+                    self._shared[rows][others] = shared
+        return len(self._shared[rows]) > known
 
     def rows_shared(self, x: Tensor) -> set[int]:
         """Return the row counts of those values of the reference that share rows with values of as many rows as x."""
@@ -214,8 +214,8 @@ class Columns:
         for exchanged in (False, True)[: x.dim() - 1]:
             rows = None if kept is None else (kept.T if exchanged else kept).flatten().nonzero().flatten()
             layouts.append((_flat(x.transpose(0, 1) if exchanged else x, rows), self._of_rows(_rows(x), rows)))
-        for shared in self._shared[_rows(x)].values() if kept is None else ():
-            layouts.append((_flat(x, shared.own), self._of_rows(shared.rows, shared.kept)))
+        for others, shared in self._shared[_rows(x)].items() if kept is None else ():
+            layouts.append((_flat(x, shared.own), self._of_rows(others, shared.kept)))
         for compared, known in layouts:
             columns = _varying(_projected(compared))
             if len(columns) and len(known.near):
@@ -442,9 +442,9 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
         failure.prepared.clock.check()
         share, given = columns.share(one.tensor), one.given
         if (share or 0.0) < MOSTLY:
-            for tensor in (one.tensor,) if given is None else (given, one.tensor):
-                columns.learn_rows(tensor)
-            share = columns.share(one.tensor)
+            both = (one.tensor,) if given is None else (given, one.tensor)
+            learned = [columns.learn_rows(tensor) for tensor in both]
+            share = columns.share(one.tensor) if any(learned) else share
         if (share is not None and share >= MOSTLY) or unread.hide_what_differs(one.tensor):
             if columns.rows_shared(one.tensor):
                 confirmed |= columns.rows_held(one.tensor)

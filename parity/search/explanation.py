@@ -322,9 +322,9 @@ def _explained(
     of_drawn = dataclasses.replace(failure, results=drawn, on_probe=on_probe)
     as_drawn = dataclasses.replace(of_drawn, on_probe=None, by_average=True)
     if on_probe is not None and all(tensor.passed for tensor in drawn):
-        return findings(dataclasses.replace(on_probe, on_drawn=as_drawn), broken=broken)
+        return findings(dataclasses.replace(on_probe, on_drawn=as_drawn), broken)
     screened = Screened()
-    found = tuple(in_time(lambda: findings(of_drawn, unreached, screened, broken)))
+    found = tuple(in_time(lambda: findings(of_drawn, broken, unreached, screened)))
     by_filter = tuple(mistakes(drawn, known))
     if _is_known(found):
         # Among causes that fit equally well, the one that a filter has found is the likeliest.
@@ -342,7 +342,7 @@ def _explained(
     # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there, where most
     # causes have been tried.
     effort = _AGAIN if among is not None else 1.0
-    probing = findings(dataclasses.replace(on_probe, on_drawn=as_drawn, among=among, effort=effort), broken=broken)
+    probing = findings(dataclasses.replace(on_probe, on_drawn=as_drawn, among=among, effort=effort), broken)
     return probing if _is_known(probing) else found
 
 
@@ -367,9 +367,9 @@ _TELLING = 64  # if a tensor of this many numbers is far off, not just any two m
 
 def findings(
     failure: Failure,
+    broken: list[Exception],
     unreached: Sequence[str] = (),
     screened: Screened | None = None,
-    broken: list[Exception] | None = None,
 ) -> tuple[Finding, ...]:
     """Return every known cause that explains a failure, the best first; none for a comparison that passed.
 
@@ -377,9 +377,9 @@ def findings(
 
     Args:
         failure: the comparison.
+        broken: gets the exceptions that parity itself raises, for example on a tensor of a rare dtype.
         unreached: names of TE parameters that the backward pass did not reach.
         screened: gets the partial results of a search that explains nothing.
-        broken: gets the exceptions that parity itself raises, for example on a tensor of a rare dtype.
 
     Raises:
         OutOfTime: if the limit of real time is reached before anything is tried.
@@ -396,7 +396,6 @@ def findings(
     lacking = [result for result in failed if not result.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
     screened = Screened() if screened is None else screened
-    broken = [] if broken is None else broken
     causes = _causes(failure, trace, unreached, screened, broken) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
         budget = failure.budget(CHECKS_FOR_THE_REST)
