@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from parity.case.case import Case
 from parity.conversion import checkpoint
 from parity.conversion.conversion import Direction, planned_conversion
 from parity.conversion.plan import Plan
+from parity.machine import files
 from parity.plugin.options import check_file, parse_backend
 from parity.report.numbers import plural
 from parity.user_error import UserError
@@ -54,6 +56,8 @@ def convert(
     Raises:
         UserError: if an argument is not as above, or the checkpoint cannot be converted. Nothing is written then.
     """
+    sources = [source, *checkpoint.files_of(source)]
+    beside = checkpoint.files_beside(source)
     largest = _bytes(shard_size)
     if largest is None:
         if destination.suffix != checkpoint.SAFETENSORS:
@@ -64,8 +68,7 @@ def convert(
         check_file(destination, "DST")
     elif destination.suffix == checkpoint.SAFETENSORS:
         raise UserError(f"with --shard-size, DST is a folder for the files and their index, not {destination}")
-    sources = [source, *checkpoint.files_of(source)] if destination.exists() else []
-    if any(file.exists() and destination.samefile(file) for file in sources):
+    if any(destination.exists() and destination.samefile(file) for file in sources):
         raise UserError(f"{destination} would replace its source; name another file")
     if to not in get_args(Direction):
         raise UserError(f"--to is {to!r}, but must be te or reference")
@@ -84,11 +87,20 @@ def convert(
         ignore,
         copy=False,  # tensors need not be copied before they are written
         backend=parse_backend(backend),
+        once=to == "reference",
     )
-    if largest is None:
-        return _told(str(destination), plan, checkpoint.write(destination, plan))
-    written = checkpoint.write_shards(destination, plan, largest)
-    return _told(f"{destination}: {plural(len(written), 'file')} and their index", plan, sum(written))
+    folder = destination if largest else destination.parent
+    is_new = not folder.exists() or not any(folder.iterdir())
+    with files.ending_by_signals(), checkpoint.told_if_unwritten(folder):
+        if largest is None:
+            where, written = str(destination), [checkpoint.write(destination, plan)]
+        else:
+            written = checkpoint.write_shards(destination, plan, largest)
+            where = f"{destination}: {plural(len(written), 'file')} and their index"
+        for file in beside if is_new else ():
+            shutil.copyfile(file, folder / file.name)
+    copied = "copied" if is_new else f"not copied, as {folder.absolute()} is not a new folder"
+    return _told(where, plan, sum(written), copied, beside)
 
 
 _SHARD = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
@@ -111,22 +123,27 @@ def _bytes(text: str) -> int | None:
     return size
 
 
-def _told(where: str, plan: Plan, written: int) -> str:
-    """Return sentences about what was written, left out, and rounded."""
+def _told(where: str, plan: Plan, written: int, copied: str, beside: Sequence[Path]) -> str:
+    """Return sentences about what was written, left out and lost, and the files beside the source."""
     made = [one for step in plan.steps for one in step.made]
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in made)
     kinds = ", ".join(f"{count} {name}" for name, count in dtypes.most_common())
     lines = [f"{where}: {plural(len(made), 'tensor')} ({kinds}), {written:,} bytes"]
-    for reason, count in Counter(plan.left_out.values()).items():
-        keys = [key for key, why in plan.left_out.items() if why == reason]
-        lines.append(f"left out, {reason}: {', '.join(keys[:3])}{f' and {count - 3} more' if count > 3 else ''}")
-    rounded = {key: error for key, error in plan.rounded.items() if error > 0}
-    if rounded:
-        key, error = max(rounded.items(), key=lambda entry: entry[1])
-        lines.append(
-            f"rounded, as the map adds a number: {plural(len(rounded), 'tensor')}, at most by {error:.2g}, in {key}"
-        )
+    for reason in dict.fromkeys(plan.left_out.values()):
+        lines.append(f"left out, {reason}: {_listed([key for key, why in plan.left_out.items() if why == reason])}")
+    lost = sorted(((error, key) for key, error in plan.lost.items() if error > 0), reverse=True)
+    if lost:
+        keys = _listed([key for _, key in lost])
+        told = f"{plural(len(lost), 'tensor')}, at most by {lost[0][0]:.2g}, in {keys}"
+        lines.append(f"lost by rounding, as the map adds a number, and not restored by the way back: {told}")
+    if beside:
+        lines.append(f"{copied}: {_listed([file.name for file in beside], 20)}")
     return "\n".join(lines)
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _size(case: Case, text: str) -> Mapping[str, Any] | None:

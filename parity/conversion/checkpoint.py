@@ -6,6 +6,8 @@ import importlib
 import json
 import os
 import pickle
+import struct
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,7 @@ INDEX = ".index.json"
 SAFETENSORS = ".safetensors"
 _IN_SHARDS = "model.safetensors.index.json"  # the name that Hugging Face gives the index
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_WEIGHTS = (INDEX, SAFETENSORS, *_TORCH, ".gguf", ".h5", ".msgpack", ".onnx")
 _IN_FOLDER = (_IN_SHARDS, "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
@@ -55,6 +58,17 @@ def files_of(path: Path) -> list[Path]:
     path = _file(path)
     shards = dict.fromkeys(_places(path).values()) if path.name.endswith(INDEX) else ()
     return [path, *map(path.with_name, shards)]
+
+
+def files_beside(source: Path) -> list[Path]:
+    """Return the files of a model's folder that hold no tensors, such as its configuration and its tokenizer.
+
+    Args:
+        source: the folder, or a file in one that has a ``config.json``, as Hugging Face writes it.
+    """
+    folder = source if source.is_dir() else source.parent
+    is_model = folder is source or (folder / "config.json").is_file()
+    return [file for file in sorted(folder.iterdir()) if is_model and file.is_file() and file.suffix not in _WEIGHTS]
 
 
 def _file(path: Path) -> Path:
@@ -153,22 +167,61 @@ def _entries(held: Any) -> str:
 
 def _loaded(path: Path) -> Any:
     """Return what ``torch.save`` wrote, without running code that the file names."""
+    mapped: list[tuple[int, int]] = []
 
-    def load(mmap: bool) -> Any:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    def note(storage: Any, _: str) -> Any:
+        mapped.append((storage.data_ptr(), storage.nbytes()))
+        return storage
 
     try:
-        try:
-            return load(mmap=True)
-        except RuntimeError:  # files from before PyTorch 1.6 are no archives and cannot be mapped
-            return load(mmap=False)
+        places = _places_of_entries(path)
+        held = torch.load(path, map_location=note, weights_only=True, mmap=bool(places))
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path} holds more than tensors and plain values, or is damaged, so that it is not read "
             f"(weights_only=True): {one_line(error)}; save the module's state_dict() alone"
         ) from None
+    except UserError:
+        raise
     except Exception as error:  # PyTorch's unpickler raises anything for a damaged file
         raise UserError(f"{path} cannot be read by torch.load: {one_line(error)}") from None
+    # PyTorch maps as many bytes as the pickle asks for, whatever the entry has. Each storage must be a whole entry; the
+    # address of the file's first byte is the one for which all of them are.
+    starts = [{address - place for place, length in places if length == size} for address, size in mapped if size]
+    if places and starts and not set.intersection(*starts):
+        raise UserError(f"{path} is damaged: its entries do not have as many bytes as its tensors need")
+    return held
+
+
+def _places_of_entries(path: Path) -> list[tuple[int, int]]:
+    """Return where in an archive the bytes of each entry begin, and how many there are.
+
+    Files from before PyTorch 1.6 are no archives, and have none.
+
+    Raises:
+        UserError: if the entries cannot be mapped because they are compressed, or differ from their checksums.
+        zipfile.BadZipFile: if it is no whole archive.
+    """
+    places: list[tuple[int, int]] = []
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\3\4":
+            return places
+        archive = zipfile.ZipFile(file)
+        entries = archive.infolist()
+        if any(one.compress_type for one in entries):
+            raise UserError(
+                f"{path} is compressed, to {path.stat().st_size:,} of {sum(one.file_size for one in entries):,} bytes, "
+                "so that no tensor can be read by itself; if you trust where it is from, write it anew: "
+                f"torch.save(torch.load({str(path)!r}, weights_only=True), ...)"
+            )
+        # Without checksums (``torch.utils.serialization.config.save.compute_crc32``), all of them are 0.
+        if any(one.CRC for one in entries) and (wrong := archive.testzip()):
+            raise UserError(f"{path} is damaged: its entry {wrong!r} differs from its checksum")
+        for one in entries:
+            file.seek(one.header_offset + 26)  # the lengths of the name and of the extra field, which precede the bytes
+            lengths = struct.unpack("<HH", file.read(4))
+            places.append((file.tell() + sum(lengths), one.file_size))
+    return places
 
 
 # Write safetensors. The library's own writer wants all tensors at once; this one asks for them one after the other.
@@ -232,7 +285,11 @@ def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already and is not an empty folder; name another one")
-    with _said(folder), files.new_folder(folder) as draft, Following("converting", len(plan.steps)) as following:
+    with (
+        told_if_unwritten(folder),
+        files.new_folder(folder) as draft,
+        Following("converting", len(plan.steps)) as following,
+    ):
         written = [
             _write(draft / name, _stepping(steps, following), steps) for name, steps in zip(names, shards, strict=True)
         ]
@@ -264,7 +321,7 @@ def _stepping(steps: list[Step], following: Following) -> Iterator[Step]:
 def _write(path: Path, steps: Iterable[Step], planned: list[Step]) -> int:
     """Write one file and return its size in bytes; ``steps`` yields the planned steps and shows the progress."""
     header, places, size = _header([one for step in planned for one in step.made])
-    with _said(path), files.replacing(path) as file:
+    with told_if_unwritten(path), files.replacing(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for step in steps:
@@ -301,7 +358,7 @@ def _put(file: BinaryIO, place: int, tensor: Tensor) -> None:
 
 
 @contextmanager
-def _said(path: Path) -> Iterator[None]:
+def told_if_unwritten(path: Path) -> Iterator[None]:
     """Turn a failure to write in this context into a ``UserError``."""
     try:
         yield

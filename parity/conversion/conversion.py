@@ -114,8 +114,11 @@ def planned_conversion(
     ignore: str | Sequence[str],
     copy: bool,
     backend: Backend | Literal["auto"],
+    once: bool = False,
 ) -> Plan:
     """Plan what ``convert`` does, with its arguments; no value of ``state_dict`` is read.
+
+    With ``once``, tied parameters are made only under their first names, as files of safetensors have them.
 
     Raises:
         UserError: as ``convert``, except for problems that only values show.
@@ -129,11 +132,14 @@ def planned_conversion(
     both = prefixes(prefix, "prefix"), prefixes(te_prefix, "te_prefix")
     misfits: list[str] = []
     for sides in _sides(pair, size, backend):
+        source, target = sides.layouts(to)
+        if once:
+            target = dataclasses.replace(target, order=tuple(x for x in target.order if x not in target.tied))
         try:
             if to == "te":
-                return plan(sides.weights, state_dict, *sides.layouts(to), both[0], both[1], wanted)
+                return plan(sides.weights, state_dict, source, target, both[0], both[1], wanted)
             inverse = {right: left for left, right in sides.weights.items()}  # each is there once, as the map fits
-            return plan(inverse, state_dict, *sides.layouts(to), both[1], both[0], wanted)
+            return plan(inverse, state_dict, source, target, both[1], both[0], wanted)
         except ConversionError as error:
             misfits.append(f"{sides.where}:\n{_indented(str(error))}")
     # Report the size with the fewest problems, which is likely to be the one that was meant.
@@ -169,6 +175,8 @@ def _why_no_numbers(tensor: Tensor) -> str:
         return "is a nested tensor: pad it first"
     if tensor.layout is not torch.strided:
         return f"is sparse ({tensor.layout}): convert it by to_dense() first"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype}): convert it by dequantize() first"
     if tensor.is_meta or hasattr(tensor, "fake_mode"):
         return "has no values: it is on the meta device, or fake; load the checkpoint before it is converted"
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)

@@ -233,14 +233,16 @@ class Plan:
         order: the new checkpoint's keys in its module's order.
         steps: the steps that make them.
         left_out: keys of the old checkpoint that the new one has no place for, each with the reason.
-        rounded: the largest rounding error of each tensor that the map does arithmetic with, by its key; known when
-            its step has been computed.
+        lost: how far the numbers of each tensor with which the map does arithmetic may be from the original ones; known
+            when its step has been computed. On the way to TE, how far those are that the way back makes, by the old
+            key. On the way back, half the distance between neighbours of the largest number that TE held, by the new
+            key; left out if the result's largest number is no smaller.
     """
 
     order: tuple[str, ...] = ()
     steps: list[Step] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    rounded: dict[str, float] = field(default_factory=dict)
+    lost: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -402,8 +404,8 @@ def _misfits(old: Mapping[str, Tensor], source: Layout, found: _Found) -> Iterat
             )
         elif tensor.dtype not in FLOATING:
             yield Problem(
-                f'"{key}" holds {tensor.dtype}, whose scales the weight map does not know',
-                "dequantize the checkpoint first",
+                f'"{key}" holds {tensor.dtype}, and the weight map moves FP64, FP32, BF16 and FP16',
+                "if these are codes with scales, dequantize the checkpoint first",
             )
     for key, taken in found.again.items():
         if old[key].shape != old[taken].shape:
@@ -450,7 +452,7 @@ class _Tensors:
                     f'"{key}" and "{taken}" are one parameter of the module, but differ in the checkpoint; '
                     "build the pair's module without the tie"
                 )
-        return dequantized_tensor(self.old[taken].detach())
+        return _read_plainly(self.old[taken])
 
     def dtype(self, side: Side) -> torch.dtype:
         """Return the narrowest dtype that holds all numbers of a side."""
@@ -505,8 +507,18 @@ class _Entry:
             written = [self.prefixes.outside(other) for other in self._written(name)]
             stored = self._stored(written[0], tensor)
             if shifts:
-                self.plan.rounded.update(dict.fromkeys(written, _distance(stored, tensor)))
+                moved[name] = stored.to(among)
             found.update(dict.fromkeys(written, stored))
+        if shifts and self.target.kind == "TE":
+            for name, tensor in self._way_back(given, moved, like).items():
+                key = self.tensors.keys[name]
+                self.plan.lost[key] = _distance(tensor.to(self.tensors.old[key].dtype), given[name])
+        elif shifts:
+            # The number that TE held more of may have cost the last bits of the reference's.
+            before, after = (max(_distance(x, torch.zeros(())) for x in some.values()) for some in (given, moved))
+            if before > after:
+                half_a_step = math.ldexp(torch.finfo(self._held).eps, math.frexp(before)[1] - 2)
+                self.plan.lost.update(dict.fromkeys(found, half_a_step))
         return found
 
     def _stored(self, key: str, tensor: Tensor) -> Tensor:
@@ -521,6 +533,10 @@ class _Entry:
             )
         return stored
 
+    def _way_back(self, given: Mapping[str, Tensor], moved: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+        """Return the old side's tensors as the way back makes them of the new side's."""
+        return unpack(self.old_side, pack(self.new_side, moved, like), {n: tuple(x.shape) for n, x in given.items()})
+
     def _check_nothing_is_lost(self, given: Mapping[str, Tensor], moved: Mapping[str, Tensor], like: Tensor) -> None:
         """Refuse to drop what the new side has no place for: copies that differ, and values other than the constant.
 
@@ -529,7 +545,7 @@ class _Entry:
         """
         if not (holds(self.old_side, Copies) or holds(self.new_side, Constant)):
             return
-        again = unpack(self.old_side, pack(self.new_side, moved, like), {n: tuple(x.shape) for n, x in given.items()})
+        again = self._way_back(given, moved, like)
         for name, tensor in given.items():
             key = self.tensors.keys[name]
             if key in self.wanted.ignore or _are_equal(tensor, again[name]):
@@ -548,14 +564,17 @@ class _Entry:
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal, except for the last bits that a shift and its inverse lose in FP64."""
-    if one.dtype is not torch.float64:
-        return torch.equal(one, other)
-    eps = torch.finfo(torch.float64).eps
-    return bool(((one - other).abs() <= 2 * eps * one.abs().clamp_min(1.0)).all())
+    eps = torch.finfo(torch.float64).eps if one.dtype is torch.float64 else 0.0
+    return torch.allclose(one, other, rtol=eps, atol=eps, equal_nan=True)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max()) if one.numel() else math.nan
+
+
+def _read_plainly(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its numbers: not quantized by TE, negated or conjugated when it is read."""
+    return dequantized_tensor(tensor.detach()).resolve_conj().resolve_neg()
 
 
 # What is carried over unchanged: buffers by name, and what TE's modules keep besides tensors.
@@ -580,7 +599,7 @@ def _carried(old: Mapping[str, Tensor], target: Layout, found: _Found, after: Pr
 
 def _as_is(key: str, tensor: Tensor, copy: bool) -> Step:
     def compute() -> dict[str, Tensor]:
-        held = tensor.detach()
+        held = _read_plainly(tensor)
         return {key: held.clone(memory_format=torch.contiguous_format) if copy else held}
 
     return Step((Made(key, tuple(tensor.shape), tensor.dtype),), compute)

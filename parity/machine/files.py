@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
-import tempfile
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,18 +30,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     If anything is raised within the context, the existing file stays, and no temporary file is left.
     """
-    target = Path(os.path.realpath(path))  # so that a link stays, and its target is replaced
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(prefix=f".{target.name[:100]}-", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-        os.chmod(draft, _mode_of(target))
-        os.replace(draft, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(draft)
-        raise
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with _draft_of(path, 0o666) as draft, os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+        yield file
 
 
 @contextmanager
@@ -49,24 +41,55 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     If anything is raised within the context, no new folder appears, and no temporary one is left.
     """
+    with _draft_of(path, 0o777) as draft:
+        draft.mkdir(0o700)
+        yield draft
+
+
+@contextmanager
+def _draft_of(path: Path, mode: int) -> Iterator[Path]:
+    """Yield an unused path, whose file or folder replaces the other one when the context ends, or else is removed.
+
+    Args:
+        path: what is replaced, with its permissions; if it is a link, the link stays.
+        mode: the permissions of a new one, before the umask.
+    """
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}-", dir=target.parent))
+    # The name is known before anything has it, so that a signal in between leaves nothing behind.
+    draft = target.with_name(f".{target.name[:100]}-{secrets.token_hex(4)}")
     try:
         yield draft
-        os.chmod(draft, target.stat().st_mode & 0o777 if target.exists() else 0o777 & ~_mask())
+        os.chmod(draft, target.stat().st_mode & 0o777 if target.exists() else mode & ~_mask())
         os.replace(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(draft)
         raise
 
 
-def _mode_of(target: Path) -> int:
-    """Return the permissions of a file, or those that a new file gets."""
+@contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Let a signal that would end this process raise ``SystemExit`` within the context, so that no draft is left.
+
+    The exit code is the one that a shell gives such a process. Signals that are ignored, as by ``nohup``, stay so.
+    """
+
+    def end(number: int, _: object) -> None:
+        for one in taken:  # a second signal would interrupt what removes the draft
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    taken = {one: handler for one, handler in before.items() if handler is not signal.SIG_IGN}
     try:
-        return target.stat().st_mode & 0o777
-    except OSError:
-        return 0o666 & ~_mask()
+        for one in taken:
+            signal.signal(one, end)
+        yield
+    finally:
+        for one, handler in taken.items():
+            signal.signal(one, handler)
 
 
 def _mask() -> int:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.serialization import config
 from typer.testing import CliRunner
 
 from parity.case import registry
 from parity.cli import app
 from parity.conversion import checkpoint
 from parity.conversion.plan import Made, Plan, Step
+from parity.machine import files
 from parity.user_error import UserError
 
 TENSORS = {
@@ -104,7 +108,29 @@ def saved(content, **arguments):
     return lambda folder: torch.save(content, folder / "model.pt", **arguments) or folder / "model.pt"
 
 
+def repacked(change=lambda parts: parts, compression=zipfile.ZIP_STORED, content=TENSORS):
+    """Write an archive of ``torch.save`` again, with parts that were changed by their names in it."""
+
+    def write(folder: Path) -> Path:
+        file = saved(content)(folder)
+        with zipfile.ZipFile(file) as archive:
+            parts = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(file, "w", compression) as archive:
+            for name, part in change(parts).items():
+                archive.writestr(f"model/{name}", part)
+        return file
+
+    return write
+
+
+def without_checksums(folder: Path) -> Path:
+    with config.patch("save.compute_crc32", False):
+        return saved(TENSORS)(folder)
+
+
 READ = {
+    "repacked": (repacked(), ""),
+    "without checksums": (without_checksums, ""),
     "torch.save": (saved(TENSORS), ""),
     "not an archive": (saved(TENSORS, _use_new_zipfile_serialization=False), ""),
     "an entry": (saved({"model": TENSORS, "step": 3}), "model"),
@@ -115,6 +141,26 @@ READ = {
 @pytest.mark.parametrize(("save", "within"), READ.values(), ids=READ)
 def test_a_file_of_torch_save_is_read(tmp_path, save, within):
     assert_same(checkpoint.read(save(tmp_path), within), TENSORS)
+
+
+BASE = torch.arange(24.0).reshape(4, 6)
+VIEWS = {
+    "parts of one": {"a": BASE[1:3, 2:], "b": BASE.T, "c": BASE[:, 1], "d": BASE.flatten()[5:9]},
+    "one number": {"a": torch.ones(1).expand(3, 5), "b": BASE[2, 3]},
+    "negated": {"a": torch._neg_view(BASE), "b": torch.complex(BASE, BASE).conj().imag},
+    "parameters": {"a": torch.nn.Parameter(BASE), "b": BASE.clone().requires_grad_()},
+    "an integer's bits": {"a": BASE.view(torch.int32).view(torch.bfloat16)},
+    "big-endian": {"a": BASE},
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_whatever_torch_load_reads_is_read_as_torch_load_reads_it(tmp_path, name):
+    def change(parts):
+        return parts | {"byteorder": b"big"} if name == "big-endian" else parts
+
+    file = repacked(change, content=VIEWS[name])(tmp_path)
+    assert_same(checkpoint.read(file), torch.load(file, weights_only=True))
 
 
 class Other:
@@ -156,25 +202,50 @@ def with_a_key_too_many(folder: Path) -> Path:
     return index
 
 
-def with_a_broken_program(folder: Path) -> Path:
-    """Write a file whose pickle sets an item on an empty stack."""
-    file = folder / "model.pt"
-    with zipfile.ZipFile(saved(TENSORS)(folder)) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, part in parts.items():
-            archive.writestr(name, b"\x80\x02s." if name.endswith("data.pkl") else part)
+def shorter(parts):
+    return parts | {"data/0": parts["data/0"][:-4]}
+
+
+def longer(parts):
+    return parts | {"data/0": parts["data/0"] + bytes(4)}
+
+
+def exchanged(parts):
+    return parts | {"data/0": parts["data/1"], "data/1": parts["data/0"]}
+
+
+def with_a_flipped_bit(folder: Path) -> Path:
+    file = saved(TENSORS)(folder)
+    data = bytearray(file.read_bytes())
+    data[data.find(TENSORS["a.weight"].numpy().tobytes()) + 3] ^= 64
+    file.write_bytes(data)
     return file
 
 
+def inflated(name):
+    return repacked(lambda parts: parts | {name: parts[name] + bytes(1 << 24)}, zipfile.ZIP_DEFLATED)
+
+
 UNREADABLE = {
+    "compressed": (repacked(compression=zipfile.ZIP_DEFLATED), "", "is compressed, to "),
+    "compressed by bzip2": (repacked(compression=zipfile.ZIP_BZIP2), "", "is compressed, to "),
+    "a bomb": (inflated("data/0"), "", " of 16,77"),
+    "a bomb in the pickle": (inflated("data.pkl"), "", " of 16,77"),
+    "an entry that is too short": (repacked(shorter), "", "not have as many bytes as its tensors need"),
+    "an entry that is too long": (repacked(longer), "", "not have as many bytes as its tensors need"),
+    "entries that are exchanged": (repacked(exchanged), "", "not have as many bytes as its tensors need"),
+    "a flipped bit": (with_a_flipped_bit, "", "its entry 'model/data/0' differs from its checksum"),
     "nothing": (lambda folder: folder / "no.safetensors", "", "there is no file"),
     "an empty folder": (lambda folder: folder, "", "has none of model.safetensors.index.json"),
     "another kind": (text("model.gguf", ""), "", "should end in .safetensors"),
     "cut short": (cut, "", "cannot be read as safetensors"),
     "empty": (text("model.safetensors", ""), "", "cannot be read as safetensors"),
     "an archive that is cut": (cut_archive, "", "torch"),
-    "a pickle that takes what it has not": (with_a_broken_program, "", "cannot be read by torch.load"),
+    "a pickle that takes what it has not": (
+        repacked(lambda parts: parts | {"data.pkl": b"\x80\x02s."}),
+        "",
+        "cannot be read by torch.load",
+    ),
     "code": (saved(Other()), "", "weights_only=True"),
     "no state dict": (saved([1, 2]), "", "holds a list, and no state dict"),
     "more than tensors": (saved({"model": TENSORS, "step": 3}), "", "name it with --within; it has model, step"),
@@ -272,7 +343,7 @@ def command(tmp_path):
     registry.restore(declared)
 
 
-def test_the_command_writes_te_s_checkpoint_and_says_what_it_rounded(command, tmp_path):
+def test_the_command_writes_te_s_checkpoint_and_says_what_rounding_lost(command, tmp_path):
     ended = command("--size", "width=32", "--prefix", "model.", "--dtype", "bf16")
     assert ended.exit_code == 0, ended.exception
     written = load_file(tmp_path / "te.safetensors")
@@ -285,7 +356,7 @@ def test_the_command_writes_te_s_checkpoint_and_says_what_it_rounded(command, tm
         },
     )
     assert "3 tensors (2 bfloat16, 1 uint8)" in ended.stdout
-    assert "rounded, as the map adds a number: 1 tensor, at most by 0.00078, in layer_norm_weight" in ended.stdout
+    assert "not restored by the way back: 1 tensor, at most by 0.00078, in model.0.weight" in ended.stdout
 
 
 def test_the_command_writes_a_folder_of_shards(command, tmp_path):
@@ -319,6 +390,11 @@ def test_what_the_command_refuses_leaves_no_file(command, tmp_path, arguments, m
     assert not (tmp_path / "te.safetensors").exists()
 
 
+def test_a_source_that_is_missing_is_told_before_anything_of_the_destination(command, tmp_path):
+    ended = command(source="gone", destination="te")
+    assert f"there is no file {tmp_path / 'gone'}" in str(ended.exception)
+
+
 @pytest.mark.parametrize("source", ["model.safetensors", "", "model.index.json"])
 def test_the_command_does_not_replace_its_source(command, tmp_path, source):
     (tmp_path / "model.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(MODEL, "model.safetensors")}))
@@ -326,3 +402,144 @@ def test_the_command_does_not_replace_its_source(command, tmp_path, source):
     ended = command(*arguments, source=source, destination="model.safetensors")
     assert "would replace its source" in str(ended.exception)
     assert_same(load_file(tmp_path / "model.safetensors"), MODEL)
+
+
+# A model as Hugging Face writes it: tied, with norms of 1 + weight, and with files beside its tensors.
+
+
+TIED = """
+import parity
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
+        self.head.weight = self.tokens.weight
+        self.norm = nn.Parameter(torch.full((16,), gain))
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids))
+
+
+@parity.pair("tied")
+def tied(te):
+    return parity.Pair(
+        reference=Model(0.0),
+        candidate=Model(1.0),
+        weights={"tokens.weight": "tokens.weight", parity.shift("norm", 1.0): "norm"},
+        inputs=lambda rng: rng.integers(2, 8, high=16),
+    )
+"""
+
+
+@pytest.fixture
+def convert(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tied_pairs.py").write_text(TIED)
+    folder = Path("model")
+    folder.mkdir()
+    tensors = {
+        "tokens.weight": torch.randn(16, 16),
+        "norm": torch.randn(16) / 20,
+        "mean": torch._neg_view(torch.ones(16)),
+    }
+    torch.save({key: x.bfloat16() for key, x in tensors.items()}, folder / "pytorch_model.bin")
+    for name in ("config.json", "tokenizer.json", "vocabulary.txt"):
+        (folder / name).write_text(name)
+    (folder / "onnx").mkdir()
+    declared = registry.cases()
+
+    def run(*arguments: str):
+        ended = CliRunner().invoke(app, ["convert", "tied_pairs.py", *arguments])
+        assert ended.exit_code == 0, ended.exception
+        return ended.stdout
+
+    yield run
+    registry.restore(declared)
+
+
+def test_a_tied_model_is_written_back_with_the_keys_of_the_original_and_what_was_lost_is_said(convert):
+    told = convert("model", "te.safetensors")
+    back = convert("te.safetensors", "back.safetensors", "--to", "reference")
+    original, again = checkpoint.read(Path("model")), load_file("back.safetensors")
+    assert "head.weight" in load_file("te.safetensors"), "so that it can be loaded strictly"
+    assert again.keys() == original.keys()
+    assert torch.equal(again["mean"], torch.full((16,), -1.0).bfloat16())
+    lost = float((again["norm"].double() - original["norm"].double()).abs().max())
+    assert 0.0 < lost <= 2.0**-8
+    assert f"not restored by the way back: 1 tensor, at most by {lost:.2g}, in norm\n" in told
+    assert "not restored by the way back: 1 tensor, at most by 0.0039, in norm\n" in back
+
+
+def test_nothing_is_said_to_be_lost_where_the_map_s_number_costs_nothing(convert):
+    weights = torch.tensor([0.0, 0.5, -0.25] + [0.0] * 13).bfloat16()
+    held = {"tokens.weight": torch.randn(16, 16).bfloat16(), "norm": weights, "mean": weights + 1}
+    save_file(held, "exact.safetensors")
+    assert "not restored" not in convert("exact.safetensors", "te.safetensors")
+
+
+BESIDE = ["config.json", "tokenizer.json", "vocabulary.txt"]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "arguments", "copied"),
+    [
+        ("model", "new/te", ("--shard-size", "1KB"), BESIDE),
+        ("model", "new/te/te.safetensors", (), BESIDE),
+        ("model/pytorch_model.bin", "new/te/te.safetensors", (), BESIDE),
+        ("model", "te.safetensors", (), None),
+        ("model", "model/te.safetensors", (), None),
+    ],
+)
+def test_files_beside_the_tensors_are_copied_to_a_new_folder(convert, source, destination, arguments, copied):
+    told = convert(source, destination, *arguments)
+    folder = Path(destination) if arguments else Path(destination).parent
+    there = {file.name for file in folder.iterdir() if "safetensors" not in file.name}
+    if copied is None:
+        assert f"not copied, as {folder.absolute()} is not a new folder: {', '.join(BESIDE)}\n" in told
+        assert there == {file.name for file in Path("model" if folder.name == "model" else ".").iterdir()} - {
+            "te.safetensors"
+        }
+    else:
+        assert there == set(copied)
+        assert f"\ncopied: {', '.join(copied)}\n" in told
+
+
+def test_files_beside_a_file_that_is_in_no_model_s_folder_are_not_spoken_of(convert):
+    told = convert("model", "te.safetensors")
+    assert "copied" in told
+    assert "copied" not in convert("te.safetensors", "new/back.safetensors", "--to", "reference")
+    assert [file.name for file in Path("new").iterdir()] == ["back.safetensors"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("draft", [files.replacing, files.new_folder])
+def test_a_signal_that_ends_the_process_leaves_no_draft(tmp_path, draft, number):
+    before = signal.getsignal(number)
+
+    def impatiently() -> None:
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            os.kill(os.getpid(), number)  # while the first one is heeded
+
+    with pytest.raises(SystemExit) as ended, files.ending_by_signals(), draft(tmp_path / "te"):
+        impatiently()
+    assert ended.value.code == 128 + number
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with files.ending_by_signals(), files.replacing(tmp_path / "te") as file:
+            os.kill(os.getpid(), signal.SIGHUP)
+            file.write(b"whole")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (tmp_path / "te").read_bytes() == b"whole"
