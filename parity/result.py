@@ -373,6 +373,11 @@ class Result:
         return self.status == "passed"
 
     @property
+    def within_limits(self) -> bool:
+        """Return whether it failed although no tensor is beyond its limits, so that its margin says nothing."""
+        return self.status == "failed" and not self.margin > 1.0
+
+    @property
     def margin(self) -> float:
         """The largest margin over all tensors; NaN if nothing was compared."""
         return max((tensor.margin for tensor in self.tensors), default=math.nan)

@@ -25,13 +25,13 @@ def properties(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
     """
     item = Item(tuple(results))
     worst = item.worst
-    yield "parity_precision", item.precision
+    yield "parity_precision", shown.line(item.precision)
     yield "parity_seeds", ",".join(str(result.seed) for result in results)
-    if worst.worst is not None:
+    if item.margin and worst.worst is not None:
         yield "parity_margin", f"{worst.margin:.6g}"
-        yield "parity_worst_tensor", worst.worst.label
+        yield "parity_worst_tensor", shown.line(worst.worst.label)
     for finding in failure.findings(item):
-        yield "parity_finding", finding.name
+        yield "parity_finding", shown.line(finding.name)
 
 
 def summary(run: Digest, name: str) -> str:

@@ -52,9 +52,9 @@ def _first_line(item: Item) -> str:
 
 
 def _what(result: Result) -> Iterator[str]:
-    """Yield a line on what the margin means; nothing for an item that could not be compared."""
+    """Yield a line on what the margin means; nothing for an item whose verdict does not rest on it."""
     worst = result.worst
-    if worst is None or result.reason:
+    if worst is None or result.reason or result.within_limits:
         return
     if math.isfinite(worst.margin):
         how = f"the error is up to {short(worst.margin)} times its limit (the margin; up to 1 passes)"
@@ -82,8 +82,12 @@ def _without_repair(finding: Finding) -> str:
 def headline(item: Item) -> str:
     """Return how far an item is from passing, where, and at which seeds. Callers put the item's name before it."""
     worst = item.worst
-    where = worst.worst.label if worst.worst else "no tensor"
-    what = worst.reason or f"margin {short(worst.margin)} at {where}"
+    if worst.reason or worst.worst is None:
+        what = worst.reason or "no tensor was compared"
+    elif worst.within_limits:
+        what = "failed, though each tensor is within its limits"
+    else:
+        what = f"margin {short(worst.margin)} at {worst.worst.label}"
     return f"{what} ({_at_seeds(item)})"
 
 
@@ -92,8 +96,8 @@ def measures(result: Result) -> Iterator[str]:
     worst = result.worst
     if worst is None:
         return
-    passes = ", which is within its limits" if worst.passed else ""
-    yield f"worst tensor{passes}: {worst.label} ({worst.shape_label}; {_KINDS[worst.kind]})"
+    which = "no tensor is beyond its limits; the nearest to them" if worst.passed else "worst tensor"
+    yield f"{which}: {worst.label} ({worst.shape_label}; {_KINDS[worst.kind]})"
     errors, expected = worst.errors, worst.expected
     if not errors.finite:
         yield f"  {non_finite(worst)}"
@@ -254,7 +258,7 @@ def lines_of_failures(items: Iterable[Item], count: int) -> Iterator[str]:
         items: the items of the run that are kept.
         count: how many of all items failed.
     """
-    failed = sorted((item for item in items if item.bad), key=lambda item: item.worst.margin, reverse=True)
+    failed = sorted((item for item in items if item.bad), key=lambda item: item.severity, reverse=True)
     for item in failed[:MOST_FAILURES]:
         told = textwrap.shorten(_first_line(item), _LONGEST, placeholder=" ...")
         yield f"  {shown.line(f'{item.name}: {told}')}"

@@ -66,8 +66,8 @@ class ItemView:
         id: the id of its element, for links to it.
         item: its results.
         mark, word: its outcome as a sign and in words.
-        margin: its margin as text; empty if nothing was compared.
-        sort: a number by which items can be sorted, larger for worse ones.
+        margin: its margin as text; empty if its verdict does not rest on one.
+        sort: its place among all items, larger for worse ones.
         headline: how far it is from passing, and where.
         findings: its findings, with their repairs.
         measures: lines about the worst tensor.
@@ -85,7 +85,7 @@ class ItemView:
     mark: str
     word: str
     margin: str
-    sort: float
+    sort: int
     headline: str
     findings: tuple[FindingView, ...]
     measures: tuple[str, ...]
@@ -128,7 +128,7 @@ class RowView:
     ranks: str
     href: str
     cells: tuple[CellView | None, ...]
-    sort: float
+    sort: int
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,10 @@ def page(run: Digest, name: str, runs: Comparison | None = None) -> Page:
     items = run.items
     in_full = sum(len(item.worst.tensors) for item in items) <= MOST_ROWS
     ids = _Ids()
-    views = [_item(item, ids, run.environment.limits, in_full or item.status != "passed") for item in items]
+    ranked = {id(item): rank for rank, item in enumerate(sorted(items, key=lambda item: item.severity))}
+    views = [
+        _item(item, ids, run.environment.limits, in_full or item.status != "passed", ranked[id(item)]) for item in items
+    ]
     cases = tuple(
         CaseView(ids.of(f"case-{case}"), case, tuple(view for view in views if view.item.case == case))
         for case in dict.fromkeys(view.item.case for view in views)
@@ -280,12 +283,11 @@ def _environment(run: Digest) -> dict[str, str]:
     }
 
 
-def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool) -> ItemView:
+def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool, sort: int) -> ItemView:
     worst, status = item.worst, item.status
     rows = worst_of_each_tensor(item)
     shown = rows if every_tensor else sorted(rows, key=lambda row: -row.tensor.margin)[:1]
     failed = status in ("failed", "error")
-    compared = bool(worst.tensors)
     drawn = sorted(worst.tensors, key=lambda tensor: -tensor.margin)
     by_layer = over_depth(worst.tensors) if every_tensor and not worst.steps else None
     courses = (over_steps(worst), by_layer)
@@ -295,8 +297,8 @@ def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool) -> ItemView:
         item=item,
         mark=MARKS[status],
         word=_WORDS[status],
-        margin=short(worst.margin) if compared else "",
-        sort=_sort(item),
+        margin=item.margin,
+        sort=sort,
         headline=failure.headline(item) if failed else worst.reason or f"margin {short(worst.margin)} at {at}",
         findings=tuple(FindingView(each, repair(each) if each.repair else None) for each in failure.findings(item)),
         measures=tuple(failure.measures(worst)) if failed else (),
@@ -318,14 +320,6 @@ def _notes(item: Item) -> Iterator[str]:
     yield from dict.fromkeys(note for result in item.results for note in result.notes)
     found = {result.determinism.summary: None for result in item.results if result.determinism is not None}
     yield from (f"built again: {summary}" for summary in found if summary != Determinism().summary)
-
-
-def _sort(item: Item) -> float:
-    """Return a number that is larger for worse items. Items that could not be compared are the worst."""
-    if item.status in ("error", "skipped"):
-        return 1e30 if item.status == "error" else -1.0
-    margin = item.worst.margin
-    return 0.0 if math.isnan(margin) else min(margin, 1e29)
 
 
 def _row(tensor: TensorResult) -> tuple[str, ...]:
@@ -377,8 +371,7 @@ def _change(kind: Kind, change: Change, growth: str, ids: Mapping[str, str]) -> 
 def _told(item: Item | None) -> str:
     if item is None:
         return ""
-    margin = f" {short(item.worst.margin)}" if item.worst.tensors else ""
-    return f"{MARKS[item.status]} {_WORDS[item.status]}{margin}"
+    return f"{MARKS[item.status]} {_WORDS[item.status]} {item.margin}".rstrip()
 
 
 def draw(run: Digest, name: str, runs: Comparison | None = None) -> str:

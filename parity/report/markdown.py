@@ -23,7 +23,6 @@ from parity.report.record import (
     FAILED,
     PASSED,
     SKIPPED,
-    WORST_FIRST,
     AtWorst,
     Item,
     Record,
@@ -229,8 +228,8 @@ def _notes_of(results: Sequence[Result]) -> dict[str, None]:
 
 def _severity(item: Item) -> tuple[int, float, str]:
     """Return a sort key that is smaller for worse items."""
-    margin = item.worst.margin
-    return WORST_FIRST.index(item.status), 0.0 if math.isnan(margin) else -margin, item.name
+    status, margin = item.severity
+    return -status, -margin, item.name
 
 
 # Draw the report.
@@ -276,8 +275,7 @@ def verdict(run: Digest) -> str:
     items, counts = run.items, run.counts
     ran = counts.total() - counts["skipped"]
     if run.failed:
-        # A training may fail because of its optimizer's step although all tensors' errors are within their limits.
-        worst = _worst([item for item in items if item.status in ("failed", "error") and not item.worst.margin <= 1.0])
+        worst = _worst([item for item in items if item.status == "failed"])
         head = f"{FAILED} {run.failed} of {plural(ran, 'item')} failed{worst}"
     elif ran:
         worst = _worst([item for item in items if item.status == "passed"])
@@ -307,12 +305,9 @@ def _not_compared(run: Digest) -> Iterator[str]:
 
 
 def _worst(items: Sequence[Item]) -> str:
-    """Return a text with the largest margin among the items; empty if none was compared."""
-    compared = [item for item in items if item.worst.tensors]
-    if not compared:
-        return ""
-    worst = max(compared, key=lambda item: item.worst.margin)
-    return f", worst margin {short(worst.worst.margin)} at {shown.code(worst.name)}"
+    """Return a text with the largest margin among the items; empty if no verdict rests on one."""
+    worst = max((item for item in items if item.margin), key=lambda item: item.severity, default=None)
+    return f", worst margin {worst.margin} at {shown.code(worst.name)}" if worst else ""
 
 
 def _environment(environment: Environment) -> str:
@@ -446,7 +441,7 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
         of_case = [item for item in items if item.case == case and item.worst.tensors]
         if not of_case:
             continue
-        worst = max(of_case, key=lambda item: item.worst.margin)
+        worst = max(of_case, key=lambda item: item.severity)
         yield "<details>"
         told = f"worst {verdict_of(worst)} at {shown.in_html(worst.precision)}"
         yield f"<summary><code>{shown.in_html(case)}</code>: {told}</summary>"

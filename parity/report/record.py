@@ -185,8 +185,19 @@ class Item:
     @property
     def worst(self) -> Result:
         """The result with the largest margin among those with the item's status."""
-        alike = [result for result in self.results if result.status == self.status]
-        return max(alike, key=lambda result: -math.inf if math.isnan(result.margin) else result.margin)
+        return max(self.results, key=_severity)
+
+    @property
+    def severity(self) -> tuple[int, float]:
+        """Return a key by which items can be sorted, larger for worse ones: the status first, then the margin."""
+        return _severity(self.worst)
+
+    @property
+    def margin(self) -> str:
+        """Return the margin as text; empty if the verdict does not rest on it."""
+        worst = self.worst
+        decides = worst.tensors and self.status in ("passed", "failed") and not worst.within_limits
+        return short(worst.margin) if decides else ""
 
     @property
     def bad(self) -> tuple[Result, ...]:
@@ -213,6 +224,10 @@ class Item:
     @property
     def ranks(self) -> str:
         return self.results[0].ranks
+
+
+def _severity(result: Result) -> tuple[int, float]:
+    return -WORST_FIRST.index(result.status), -math.inf if math.isnan(result.margin) else result.margin
 
 
 @dataclass(frozen=True)
@@ -250,7 +265,7 @@ def in_order(items: Iterable[Item]) -> list[Item]:
             item.results[0].path,
             item.case,
             order.index(item.precision),
-            [int(number) for number in re.findall(r"\d+", item.size_label)],
+            [(len(number), number) for number in re.findall(r"[1-9][0-9]*|0(?![0-9])", item.size_label)],
             item.size_label,
             item.results[0].forced_attention,
         ),
@@ -267,6 +282,7 @@ def precisions(items: Sequence[Item]) -> list[str]:
 
 
 PASSED, FAILED, ERROR, SKIPPED = "✅", "❌", "💥", "–"
+_SIGNS: dict[Status, str] = {"passed": PASSED, "failed": FAILED, "error": ERROR}
 
 
 def draw_matrix(items: Sequence[Item]) -> str:
@@ -286,18 +302,12 @@ def draw_matrix(items: Sequence[Item]) -> str:
 
 
 def verdict_of(item: Item) -> str:
-    """Return an item's verdict, such as ``✅ 0.43``, ``❌ 140``, ``💥 error`` or ``–``."""
+    """Return an item's verdict, such as ``✅ 0.43``, ``❌ 140``, ``❌ failed``, ``💥 error`` or ``–``."""
     if item.status == "skipped":
         return SKIPPED
-    if item.status == "error":
-        return f"{ERROR} error"
-    return f"{PASSED if item.status == 'passed' else FAILED} {short(item.worst.margin)}"
+    return f"{_SIGNS[item.status]} {item.margin or item.status}"
 
 
 def _cell(items: Sequence[Item]) -> str:
     """Return the verdict of the worst of these items; empty if there are none."""
-    for status in ("error", "failed", "passed", "skipped"):
-        alike = [item for item in items if item.status == status]
-        if alike:
-            return verdict_of(max(alike, key=lambda item: 0.0 if status in ("error", "skipped") else item.worst.margin))
-    return ""
+    return verdict_of(max(items, key=lambda item: item.severity)) if items else ""
