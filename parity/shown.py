@@ -1,13 +1,14 @@
-"""Make text that others wrote safe to show on a terminal, in markdown and in HTML.
+"""Make text that others wrote safe to show on a terminal, in markdown, in HTML and in a command to copy.
 
 Names of pairs and tensors, messages of exceptions and lines of records may contain anything: escape sequences that move
-a cursor, tags, the end of a table's row.
+a cursor, tags, links, the end of a table's row or of a shell's word.
 """
 
 from __future__ import annotations
 
 import html
 import re
+import shlex
 from collections.abc import Iterable
 
 # Control characters except newline, marks that reverse the direction of writing, characters that some programs take for
@@ -15,7 +16,16 @@ from collections.abc import Iterable
 _UNSEEN = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
+# GitHub's runner obeys a line of a job's output that begins with ``::``, and ``##[`` anywhere in one.
+_JOB_COMMAND = re.compile(r"^ *:(?=:)|##(?=\[)", re.MULTILINE)
+_OPTION = re.compile("((?:--[a-z-]+=)?)(.*)")
 _TICKS = re.compile("`+")
+# What GitHub makes a link or a formula of, however it is escaped: an address, a user, an issue, a dollar sign.
+_LIVE = re.compile(r"://|www\.|@\w|#\d|\$")
+# What begins or ends emphasis, code or a link; a backslash before punctuation.
+_MARKUP = re.compile(r"[*~`]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])|\\(?=[!-/:-@\[-`{-~]|$)")
+# The place for a backslash in what would begin a heading, a list or a quotation, or end the text of a link.
+_EDGE = re.compile(r"^ *(?:(?=[-+#=]+(?: |$)|>)|\d+(?=[.)](?: |$)))|(?=\]$)")
 _ENTITY = re.compile("&(?=#?[0-9A-Za-z]+;)")
 # Control characters except line breaks and tabs, and halves of surrogate pairs, which UTF-8 has no bytes for.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -35,7 +45,7 @@ def printable(value: str) -> str:
 
 def text(value: str) -> str:
     """Return lines for a terminal or a file; invisible characters become escapes such as ``\\x1b``."""
-    return _UNSEEN.sub(_escape, value)
+    return _JOB_COMMAND.sub(lambda found: f"{found[0]}\\", _UNSEEN.sub(_escape, value))
 
 
 def line(value: str) -> str:
@@ -49,8 +59,15 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def prose(value: str) -> str:
-    """Return one line of markdown that shows tags and entities as plain text."""
-    return _ENTITY.sub("&amp;", line(value)).replace("<", "&lt;")
+    """Return one line of markdown that shows the text as it is, with what would be live, such as a link, as code."""
+    return _EDGE.sub(r"\g<0>\\", " ".join(map(_plain, line(value).split(" "))))
+
+
+def _plain(word: str) -> str:
+    """Return markdown that shows a word as it is."""
+    if _LIVE.search(word):
+        return code(word)
+    return _ENTITY.sub("&amp;", _MARKUP.sub(r"\\\g<0>", word)).replace("<", "&lt;")
 
 
 def code(value: str) -> str:
@@ -61,6 +78,12 @@ def code(value: str) -> str:
         return f"`{shown}`" if shown else ""
     ticks = "`" * (longest + 1)
     return f"{ticks} {shown} {ticks}"
+
+
+def command(*words: str) -> str:
+    """Return a shell's command, on one line, in which every word stands for itself, whatever it holds."""
+    parts = (_OPTION.fullmatch(line(word)) for word in words)
+    return " ".join(f"{part[1]}{shlex.quote(part[2])}" for part in parts if part)
 
 
 def in_html(value: str) -> str:

@@ -68,7 +68,7 @@ def run(
     paths: Paths = None,
     precision: Precisions = None,
     backend: Annotated[str | None, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="20 means seeds 0 to 19; 0,3,7 lists them.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="20 means seeds 0 to 19; 0,3,7 lists them; 0 means seed 0.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
     workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto for as many as fit.")] = "auto",

@@ -39,7 +39,7 @@ def draw(file: Path, output: Path | None) -> bool:
     targets = [output] if output else [file.with_suffix(".html"), file.with_suffix(".md")]
     for target in targets:
         _write(target, (html if _is_html(target) else markdown).draw(run, file.stem), [file])
-    print(markdown.verdict(run))
+    print(markdown.verdict(run, shown.line))
     for line in failure.lines(run.notes):
         print(line)
     for target in targets:

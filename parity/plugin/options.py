@@ -208,7 +208,12 @@ def declare(parser: pytest.Parser) -> None:
     for name, default, metavar, text in (
         ("precisions", "", "P,P", "compare at these precisions only, e.g. fp32,bf16 (default: all)"),
         ("backend", "auto", "auto|gpu|cpu", "TransformerEngine's real kernels, or emulated ones (default: auto)"),
-        ("seeds", "1", "N|S,S", "20 means seeds 0 to 19; 0,3,7 or 5-9 list them; 3, means only seed 3 (default: 1)"),
+        (
+            "seeds",
+            "1",
+            "N|S,S",
+            "20 means seeds 0 to 19; 0,3,7 or 5-9 list them; 3, or 0 means only this one (default: 1)",
+        ),
         ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
         ("name", "parity", "NAME", "the report's name (default: parity)"),
         ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
@@ -322,7 +327,7 @@ def parse_steps(text: str, option: str) -> int | None:
     """Return a number of training steps; None for an empty text."""
     if not text:
         return None
-    if not (text.isascii() and text.isdigit() and int(text) <= MOST_STEPS):
+    if not (text.isascii() and text.isdigit() and len(text) < _DIGITS_OF_COUNTS and int(text) <= MOST_STEPS):
         raise UserError(f"{option} is {text!r}, but must be a whole number from 0 to {MOST_STEPS}")
     return int(text)
 
@@ -440,7 +445,7 @@ def parse_precisions(text: str, option: str = "--precision") -> tuple[str, ...] 
 
 
 def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
-    """Read seeds: ``20`` means 0 to 19, ``0,3,7`` these three, ``3,`` only 3, ``100-149`` a range.
+    """Read seeds: ``20`` means 0 to 19, ``0,3,7`` these three, ``3,`` only 3, ``0`` only 0, ``100-149`` a range.
 
     Raises:
         UserError: if the text is none of these.
@@ -449,7 +454,7 @@ def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
     ranges = [re.fullmatch(r"(\d{1,40})(?:-(\d{1,40}))?", part) for part in parts]
     if parts and all(ranges):
         ends = [(int(found[1]), int(found[2] or found[1])) for found in ranges if found]
-        if "," not in text and "-" not in text:
+        if "," not in text and "-" not in text and ends[0][1]:
             ends = [(0, ends[0][0] - 1)]
         count = sum(max(0, last - first + 1) for first, last in ends)
         if count > _MOST_SEEDS or max(last for _, last in ends) > _LAST_SEED:
@@ -458,7 +463,7 @@ def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
         if seeds:
             return tuple(dict.fromkeys(seeds))
     raise UserError(
-        f"{option} is {text!r}, but must be a count of at least 1 (20 runs the seeds 0 to 19), a range "
+        f"{option} is {text!r}, but must be a count (20 runs the seeds 0 to 19; 0 runs seed 0), a range "
         "(100-149), or a list with a comma (0,3,7; or 3, for seed 3 alone)"
     )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from parity import reading
+from parity import reading, shown
 from parity.machine import files
 from parity.machine.files import Claim
 from parity.plugin import collecting, ending
@@ -257,7 +257,7 @@ class Recorder:
         from parity.report import html, markdown
 
         digest = self._digest
-        drawn, self._verdict = markdown.draw(digest, self._name), markdown.verdict(digest)
+        drawn, self._verdict = markdown.draw(digest, self._name), markdown.verdict(digest, shown.line)
         if self._claim is not None:
             with suppress(OSError):
                 self._claim.append(b"")  # notices what others did to the file since the last line
@@ -308,7 +308,7 @@ class Recorder:
         for note in failure.lines(self._digest.notes):
             terminalreporter.write_line(note)
         for trouble in self._troubles:
-            terminalreporter.write_line(trouble)
+            terminalreporter.write_line(shown.text(trouble))
         for line in self._since.lines if self._since is not None else ():
             terminalreporter.write_line(line)
         if not self._lost:

@@ -42,7 +42,6 @@ def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
     """
     if not file:
         return ""
-    file = shown.line(file)
     if compared is None:
         return f"{file} (this record does not say how they differ from the packaged ones)"
     if not compared:
@@ -78,13 +77,13 @@ def _row(each: OfPrecision) -> tuple[object, ...]:
 
 
 def _cells(difference: Difference | None) -> tuple[str, str]:
-    return ("", "") if difference is None else (_told(difference), short(difference.ratio))
+    return ("", "") if difference is None else (shown.prose(_told(difference)), short(difference.ratio))
 
 
 def _told(difference: Difference) -> str:
     """Return a difference in words, such as ``norm of outputs 351 instead of 1.7``."""
-    what = shown.prose(f"{difference.statistic} of {difference.kind}s")
-    return f"{what} {short(difference.limit)} instead of {short(difference.packaged)}"
+    limits = f"{short(difference.limit)} instead of {short(difference.packaged)}"
+    return f"{difference.statistic} of {difference.kind}s {limits}"
 
 
 # The environment of a run.

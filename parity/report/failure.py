@@ -220,15 +220,16 @@ def reproduce(result: Result, limits: str = "") -> str:
         result: the comparison's result.
         limits: the file of the table of limits; empty for the packaged one.
     """
-    node_id = shlex.quote(f"{result.path}::{result.item}")
-    options = f"--parity-seeds={result.seed}, --parity-backend={result.backend} --parity-name=reproduce"
+    node_id = f"{result.path}::{result.item}"
+    words = ["pytest", f"./{node_id}" if node_id.startswith(("-", "@")) else node_id, f"--parity-seeds={result.seed},"]
+    words += [f"--parity-backend={result.backend}", "--parity-name=reproduce"]
     if trained := re.search(r"(?:^|-)steps(\d+)", result.size_label):
-        options += f" --parity-steps={trained[1]}"
+        words.append(f"--parity-steps={trained[1]}")
     if result.forced_attention:
-        options += f" --parity-attention={result.forced_attention}"
+        words.append(f"--parity-attention={result.forced_attention}")
     if limits:
-        options += f" --parity-calibration={shlex.quote(limits)}"
-    return f"pytest {node_id} {options} -n 0"
+        words.append(f"--parity-calibration={limits}")
+    return shown.command(*words, "-n", "0")
 
 
 def _as_here() -> str:

@@ -235,7 +235,7 @@ def page(run: Digest, name: str, runs: Comparison | None = None) -> Page:
     return Page(
         title=name,
         good=run.complete and not run.failed and run.counts["passed"] > 0,
-        verdict=_SIGNS.sub("", verdict(run)).replace("`", ""),
+        verdict=_SIGNS.sub("", verdict(run, shown.line)).replace("`", ""),
         tiles=_tiles(run),
         environment=_environment(run),
         columns=columns,
@@ -254,7 +254,7 @@ class _Ids:
     """Turn names into unique ids that a URL can contain."""
 
     def __init__(self) -> None:
-        self._taken: set[str] = set()
+        self._taken: set[str] = set(re.findall(r'\bid="([\w-]+)"', _file("page.html.jinja")))  # the page's own
 
     def of(self, name: str) -> str:
         slug = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:80] or "item"

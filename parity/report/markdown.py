@@ -8,7 +8,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -270,8 +270,8 @@ def draw(run: Digest, name: str) -> str:
     return shown.text("\n\n".join(sections) + "\n")
 
 
-def verdict(run: Digest) -> str:
-    """Sum up the run in one line."""
+def verdict(run: Digest, prose: Callable[[str], str] = shown.prose) -> str:
+    """Sum up the run in one line; ``prose`` quotes text for the medium, which is markdown by default."""
     items, counts = run.items, run.counts
     ran = counts.total() - counts["skipped"]
     if run.failed:
@@ -284,14 +284,14 @@ def verdict(run: Digest) -> str:
         head = "⚠️ nothing was compared"
     kernels = "real kernels" if run.environment.backend == "gpu" else "emulated kernels"
     told = limits_in_words(run.environment.limits, run.environment.limits_compared)
-    return "; ".join([head, *_not_compared(run), kernels, *([f"limits of {shown.prose(told)}"] if told else [])])
+    return "; ".join([head, *map(prose, _not_compared(run)), kernels, *([f"limits of {prose(told)}"] if told else [])])
 
 
 def _not_compared(run: Digest) -> Iterator[str]:
     """Yield how many items, pairs and files have no numbers, for each reason."""
     if run.counts["skipped"]:
         at = precisions([item for item in run.items if item.status == "skipped"])
-        named = f" ({shown.prose(', '.join(at))})" if at else ""
+        named = f" ({', '.join(at)})" if at else ""
         yield f"{run.counts['skipped']} skipped{named}"
     if run.missing:
         yield f"{plural(run.missing, 'item')} without a result: the run was cut short or a worker crashed"
@@ -363,7 +363,10 @@ def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
                 f"- **{shown.prose(finding.name)}**: {shown.prose(finding.message)}" for finding in findings
             )
             yield from _repairs(findings)
-        yield shown.fence([failure.headline(item), *failure.measures(item.worst)])
+        headline, *more = failure.headline(item).split("\n")
+        yield shown.prose(headline)
+        if more := [*more, *failure.measures(item.worst)]:
+            yield shown.fence(more)
         if item.worst.traceback:
             yield "<details>\n<summary>Traceback</summary>"
             yield shown.fence(item.worst.traceback.splitlines())

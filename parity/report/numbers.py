@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
@@ -65,7 +66,12 @@ def markdown_table(rows: Iterable[Iterable[object]], headers: Sequence[str], lef
         headers: a heading for each column.
         left: how many columns, from the first, are left-aligned; the others are right-aligned. None aligns no column.
     """
-    cells = [[shown.line(str(cell)).replace("|", "\\|") for cell in row] for row in rows]
+    cells = [[_in_cell(str(cell)) for cell in row] for row in rows]
     alignment = None if left is None else ["left"] * left + ["right"] * (len(headers) - left)
-    headers = [shown.line(header).replace("|", "\\|") for header in headers]
+    headers = [_in_cell(header) for header in headers]
     return tabulate(cells, headers, tablefmt="github", disable_numparse=True, colalign=alignment)
+
+
+def _in_cell(cell: str) -> str:
+    """Escape each ``|``, so that an odd number of backslashes is before it, however many the cell has there."""
+    return re.sub(r"((?:\\\\)*)(\\?)\|", lambda found: f"{found[1]}{2 * found[2]}\\|", shown.line(cell))

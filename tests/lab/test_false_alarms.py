@@ -60,6 +60,8 @@ def test_none_of_three_hundred_leaves_one_percent_likely():
 def test_a_range_of_seeds_includes_its_ends():
     assert parse_seeds("100-102") == (100, 101, 102)
     assert parse_seeds("1,7-8") == (1, 7, 8)
+    assert parse_seeds("0") == parse_seeds("0,") == (0,)
+    assert parse_seeds("3") == (0, 1, 2)
 
 
 @pytest.fixture(scope="module")
