@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -53,10 +56,59 @@ def fresh_quantization() -> Iterator[None]:
     }
     manager.reset()
     try:
-        yield
+        with _entering(manager, _refuse_without_model):
+            yield
     finally:
         for name, value in before.items():
             setattr(manager, name, value)
+
+
+@contextmanager
+def _entering(manager: Any, look: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Show the arguments of each ``te.autocast`` that is entered in this context to a function, which may change them."""
+    entered = vars(manager)["autocast_enter"]
+    signature = inspect.signature(entered.__func__)
+
+    @functools.wraps(entered.__func__)
+    def enter(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        look(bound.arguments)
+        entered.__func__(*bound.args, **bound.kwargs)
+
+    manager.autocast_enter = classmethod(enter)
+    try:
+        yield
+    finally:
+        manager.autocast_enter = entered
+
+
+# The arguments of recipes that move scales or choose how products are added, which rounding models allow for. Any other
+# one changes what is rounded, or to what.
+_MODELLED = re.compile("margin|amax_.*|scaling_factor_.*|reduce_amax|fp8_gemm_.*")
+
+
+def _refuse_without_model(given: dict[str, Any]) -> None:
+    """Raise if a recipe that is entered rounds otherwise than the recipe of its name in ``parity.te``.
+
+    Raises:
+        UserError: if it does; the message names the arguments.
+    """
+    recipe = given.get("fp8_recipe")
+    if not given.get("enabled") or not dataclasses.is_dataclass(recipe):
+        return
+    arguments = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(recipe)}
+    free = [each.name for each in dataclasses.fields(recipe) if each.default is dataclasses.MISSING]
+    usual = type(recipe)(**{name: arguments[name] for name in free})
+    others = [
+        f"{name}={value}"
+        for name, value in arguments.items()
+        if not _MODELLED.fullmatch(name) and value != getattr(usual, name)
+    ]
+    if others:
+        raise UserError(
+            f"{type(recipe).__name__}({', '.join(others)}), which is entered at {line_running()}, rounds in a way that no "
+            "precision of parity has, so there is nothing to judge it by; leave these arguments out to compare"
+        )
 
 
 def settled(
@@ -227,24 +279,16 @@ def own_recipes(has_recipe: bool, left_out: bool = False) -> Iterator[list[str]]
     if manager is None or not all(hasattr(state, name) for name in _STATE):
         yield seen
         return
-    entered = vars(manager)["autocast_enter"]
-    signature = inspect.signature(entered.__func__)
 
-    def enter(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
+    def look(given: dict[str, Any]) -> None:
         is_the_precisions = has_recipe and state.autocast_depth == 0
         if not is_the_precisions and given.get("enabled") and not _is_current(state, given.get("fp8_recipe")):
             seen.append(_told(given.get("fp8_recipe")))
             if left_out:
                 given |= {"enabled": state.fp8_enabled, "fp8_recipe": state.fp8_recipe}
-        entered.__func__(*bound.args, **bound.kwargs)
 
-    manager.autocast_enter = classmethod(enter)
-    try:
+    with _entering(manager, look):
         yield seen
-    finally:
-        manager.autocast_enter = entered
 
 
 def _is_current(state: Any, recipe: Any) -> bool:

@@ -1,0 +1,82 @@
+"""Recipes whose rounding no precision has are refused; arguments that only move scales are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+from transformer_engine.common.recipe import Format
+
+import parity
+from parity.cpu import cuda
+from parity.cpu.cuda import emulated
+from parity.te import PRECISIONS
+from parity.te.state import fresh_quantization
+from parity.user_error import UserError
+
+te = parity.te.kernels("cpu").te
+RECIPES = [precision.new_recipe() for precision in PRECISIONS.values() if precision.recipe is not None]
+
+
+def with_another_argument(recipe: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each argument, and the recipe with another value of it if TE accepts that."""
+    for each in dataclasses.fields(recipe):
+        value = getattr(recipe, each.name)
+        formats = Format.HYBRID if value is not Format.HYBRID else Format.E4M3
+        values = {
+            bool: not value,
+            int: 16,
+            str: "weights" if value == "all" else "all",
+            Format: formats,
+            type(None): "dequantized",
+        }
+        try:
+            yield each.name, dataclasses.replace(recipe, **{each.name: values.get(type(value))})
+        except (AssertionError, ValueError):
+            continue
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_an_argument_whose_rounding_no_precision_has_is_refused(recipe: Any) -> None:
+    refused = set()
+    for name, other in with_another_argument(recipe):
+        try:
+            with emulated(cuda.BLACKWELL), fresh_quantization(), te.autocast(enabled=True, recipe=other):
+                pass
+        except UserError as error:
+            assert str(error).startswith(f"{type(recipe).__name__}({name}=")
+            refused.add(name)
+    of_scales = {"margin", "amax_history_len", "amax_compute_algo", "reduce_amax", "scaling_factor_compute_algo"}
+    assert not refused & of_scales
+    asked = {name for name, _ in with_another_argument(recipe)} - of_scales
+    assert refused == {name for name in asked if not name.startswith("fp8_gemm_")}
+    assert refused
+
+
+class Inside(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.linear, self.arguments = te.Linear(32, 32), arguments
+
+    def forward(self, x):
+        with te.autocast(enabled=True, recipe=type(RECIPES[0])(**self.arguments)):
+            return self.linear(x)
+
+
+@pytest.mark.parametrize(("arguments", "refused"), [({"fp8_dpa": True}, True), ({"amax_history_len": 16}, False)])
+def test_a_candidate_that_enters_such_a_recipe_is_not_judged(arguments: dict[str, Any], refused: bool) -> None:
+    pair = parity.Pair(
+        reference=nn.Linear(32, 32),
+        candidate=Inside(**arguments),
+        inputs=lambda rng: rng.normal(16, 32),
+        weights={"weight": "linear.weight", "bias": "linear.bias"},
+    )
+    (result,) = parity.compare(pair, ["fp8_delayed"], diagnose=False)
+    assert (result.status == "error") == refused
+    assert (
+        result.reason.startswith("DelayedScaling(fp8_dpa=True), which is entered at test_te_recipe_arguments")
+        == refused
+    )
