@@ -38,6 +38,7 @@ from parity.trace.trace import (
     edit,
     grouped,
     instead,
+    once_a_trace,
     other,
     passing_on,
     unnumbered,
@@ -154,6 +155,7 @@ def activations(trace: Trace) -> list[Activation]:
     return list(found.values())
 
 
+@once_a_trace
 def gated_units(trace: Trace) -> list[GatedUnit]:
     """Return every product of an activation and another value of the same shape, in order."""
     in_three = [unit for call in trace.calls if (unit := _in_three(trace, call)) is not None]

@@ -29,7 +29,6 @@ from parity.passes.nominal_clock import OutOfTime
 from parity.passes.prepare import Prepared
 from parity.te.devices import classify
 from parity.trace.trace import LINEAR, RESHAPES, Trace, ancestors, users
-from parity.trace.whose import users_line
 
 _ADDS = ("add", "iadd")  # these add the bias where a linear layer is written out
 _NEAR = 60  # a query's projection is looked for among this many of its ancestors
@@ -41,7 +40,7 @@ def hypotheses(
 ) -> Iterator[Hypothesis]:
     """Yield every known mistake, the likeliest subjects first.
 
-    If parity itself fails on a subject, for example on a tensor without dimensions, the other subjects still follow.
+    If a subject raises, for example on a tensor without dimensions, the other subjects still follow.
 
     Args:
         prepared: the pair that was compared.
@@ -53,14 +52,9 @@ def hypotheses(
         try:
             yield from subject
         except Exception as error:
-            if broken is None or isinstance(error, OutOfTime) or not is_our_own(error):
+            if broken is None or isinstance(error, OutOfTime) or classify(error):
                 raise
             broken.append(error)
-
-
-def is_our_own(error: Exception) -> bool:
-    """Return whether parity itself raised this error, rather than the user's code or a broken device."""
-    return not (classify(error) or users_line(error))
 
 
 def _subjects(prepared: Prepared, trace: Trace, unused: Container[str]) -> Iterator[Iterator[Hypothesis]]:

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from parity.result import NO_CODE, Code, Finding
 
 _TITLES = {
@@ -134,6 +136,67 @@ _TITLES = {
 
 CODES = {title: code for code, titles in _TITLES.items() for title in titles}
 """The code of each title."""
+
+
+Need = Literal[
+    "nothing",
+    "attention",
+    "rotations",
+    "norms",
+    "gated units",
+    "experts",
+    "lookups",
+    "labels",
+    "log-probabilities",
+    "few outputs",
+    "an optimizer",
+    "gradients",
+    "masked tokens",
+    "decoding",
+    "FP8",
+    "FP32",
+    "a training",
+    "ranks",
+]
+"""What a model or a run must have for a finding to be told; ``parity.search.subject`` measures whether it does."""
+
+_TITLES_BY_NEED: dict[Need, str] = {
+    "nothing": "not-finite golden-not-finite precision-overflows no-gradient ill-conditioned stacked-in-another-order "
+    "weight-transposed parameters-exchanged layers-permuted layer-repeated weight-not-copied weights-not-as-mapped "
+    "buffer-not-copied activation norm-missing softcap residual-placement parallel-block bias-dropped bias-added-twice "
+    "sequence-first dropout not-reproducible output-scale factor branch-missing operation outputs-exchanged "
+    "rows-exchanged state-between-calls number accumulation-precision recipe-disabled recomputed-otherwise own-recipe "
+    "weight-cache-stale unexplained first-divergence",
+    "attention": "qkv-layout key-value-swapped heads-transposed heads-permuted gqa-head-order mask mask-corner "
+    "mask-polarity padding-mask window softmax-scale softmax-sink query-key-swapped attention-bias head-count "
+    "cache-step",
+    "rotations": "rope-layout rope-missing rope-unwanted rope-one-side rope-twice rope-position rope-base rope-partial "
+    "rope-precision rope-direction rope-scaling",
+    "norms": "gamma-shift norm-eps norm-statistics norm-rounding norm-kind norm-order norm-groups norm-twice post-norm",
+    "gated units": "gate-up-swapped gate-up-interleaved",
+    "experts": "experts-permuted routing-weights routing-bias top-k expert-splits",
+    "lookups": "embedding-position embeddings-not-tied padding-row",
+    "labels": "label-smoothing ignored-label labels-shifted z-loss",
+    "log-probabilities": "temperature log-softmax-precision",
+    "few outputs": "loss-scale",
+    "an optimizer": "optimizer master-weights gradient-clipping",
+    "gradients": "gradient-scale gradient-accumulation gradient-path-missing",
+    "masked tokens": "hidden-rows",
+    "decoding": "cached-before-rope cache-not-reset cache-shared",
+    "FP8": "fp8-scale-stale fp8-gradient-scale fp8-margin fp8-scale-inverted amax-history-lost amax-not-recorded "
+    "amax-of-another-tensor scale-not-updated amax-group",
+    "FP32": "tf32",
+    "a training": "gradient-not-zeroed stale-batch stale-gradient stale-weights state-between-steps state-not-saved "
+    "graph-stale-input graph-frozen-value graph-lost-gradient graph-not-captured graph-differs compiled-differs "
+    "micro-batches training-diverges offload-out-of-step offload-stale-tensor offload-differs buffer-moved-otherwise",
+    "ranks": "reduction-missing reduced-twice averaged-over-ranks bias-on-every-rank shards-in-another-order "
+    "shard-layout gathered-in-another-order sequence-order replicas-differ nothing-exchanged gradient-norm "
+    "wrong-over-ranks parts-added-up shares-of-ranks optimizer-shards reduced-in-16-bits ranks-drop-alike "
+    "ranks-drop-differently stages tied-over-stages",
+}
+
+NEEDS: dict[str, Need] = {title: need for need, titles in _TITLES_BY_NEED.items() for title in titles.split()}
+"""What a model or a run must have for a finding with this title to be told."""
 
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

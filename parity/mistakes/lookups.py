@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
-from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, argument, back, binary, edit, instead
+from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, argument, back, binary, edit, instead, once_a_trace
 
 Reindex = Callable[[Tensor], Tensor]
 
@@ -72,6 +72,7 @@ class Addition:
         return (edit(self.call, (self.table,), lambda was, table: was + (change(table) - table).to(was.dtype)),)
 
 
+@once_a_trace
 def lookups(trace: Trace) -> list[Lookup]:
     """Return every lookup of a parameter's rows, in order."""
     return [lookup for call in trace.calls if (lookup := _lookup(trace, call)) is not None]

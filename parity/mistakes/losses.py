@@ -12,7 +12,20 @@ from torch import Tensor
 
 from parity.mistakes.alternatives import LABEL_SMOOTHINGS, TEMPERATURES, Z_LOSSES, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having
-from parity.trace.trace import CASTS, RESHAPES, Call, Edit, Trace, Value, back, binary, chain, edit, instead
+from parity.trace.trace import (
+    CASTS,
+    RESHAPES,
+    Call,
+    Edit,
+    Trace,
+    Value,
+    back,
+    binary,
+    chain,
+    edit,
+    instead,
+    once_a_trace,
+)
 
 # Mistakes in the average of losses over tokens.
 
@@ -117,6 +130,7 @@ class CrossEntropy:
         return () if changed == self else (edit(self.call, (self.logits, self.labels), changed.compute),)
 
 
+@once_a_trace
 def cross_entropies(trace: Trace) -> list[CrossEntropy]:
     """Return every cross entropy whose labels are whole numbers and whose classes have no weights, in order."""
     return [one for call in trace.calls if (one := _called(trace, call)) is not None]
@@ -369,6 +383,7 @@ class LogSoftmax:
         return (instead(self.call, (self.x,), lambda x: (x / temperature).log_softmax(-1)),)
 
 
+@once_a_trace
 def log_softmaxes(trace: Trace) -> list[LogSoftmax]:
     """Return every log-softmax over the last dimension, in order."""
     found = [call for call in trace.calls if call.name == "log_softmax" and len(call.outputs) == len(call.inputs) == 1]

@@ -62,19 +62,22 @@ class Clock:
     Attributes:
         seconds: the time on the nominal machine.
         forward: the work of a forward pass of the whole batch; zero until it is known.
+        limit: the limit of real time in seconds, 0 for none.
         ends_at: when the search must end, by ``time.monotonic()``; infinite if there is no limit.
         ended: whether the search has noticed that the limit is reached.
     """
 
     seconds: float = 0.0
     forward: Work = field(default_factory=Work)
+    limit: float = 0.0
     ends_at: float = math.inf
     ended: bool = False
 
     @contextmanager
     def limited_to(self, seconds: float) -> Iterator[None]:
         """Let no pass begin after so many seconds of real time within the context; 0 means no limit."""
-        self.ends_at, self.ended = time.monotonic() + seconds if seconds else math.inf, False
+        self.limit, self.ended = seconds, False
+        self.ends_at = time.monotonic() + seconds if seconds else math.inf
         try:
             yield
         finally:

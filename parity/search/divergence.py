@@ -715,48 +715,61 @@ def readable(factor: float) -> str:
 
 
 _MOST_TENSORS = 3
-_MOST_RIGHT = 6  # a message names at most this many tensors that pass
+_MOST_RIGHT = 6  # a message names at most this many tensors that pass, or runs of rows that do not
 _MOSTLY = 0.9  # the error is in a part that has this share of its square
 _SMALL = 0.5  # such a part is at most this share of a dimension
 _PERIODS = (2, 4, 8, 16, 32, 64, 128)
+_RIGHT = 2.0  # a row is right up to this many tolerances, as small parts have larger limits than the whole
 
 
-def where_the_error_is(failure: Failure) -> Iterator[Finding]:
-    """Yield one finding for each of the worst tensors, the outputs first; the first says what to do."""
-    known = "known mistake that was tried" if failure.prepared.clock.ended else "known mistake"
+def where_the_error_is(failure: Failure, untried: int = 0) -> Iterator[Finding]:
+    """Yield one finding for each of the worst tensors, the outputs first; the first says what to do.
+
+    Args:
+        failure: the comparison.
+        untried: how many known mistakes the search's budget did not last for.
+    """
+    clock = failure.prepared.clock
+    known = "known mistake that was tried" if clock.ended or untried else "known mistake"
     failed = [result for result in failure.results if not result.passed and result.finite]
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
     # A single number, such as a loss, may be right by chance.
     tells = [result for result in failure.results if result.kind != "output" or result.numel != 1]
     passed = [result.label for result in tells if result.passed]
     step = _next_step(failure)
-    more = f" and {len(passed) - _MOST_RIGHT} more" if len(passed) > _MOST_RIGHT else ""
-    others = f". These are right: {', '.join(passed[:_MOST_RIGHT])}{more}" if passed else ""
+    others = f". These are right: {', '.join(passed[:_MOST_RIGHT])}{_beyond(passed)}" if passed else ""
+    if clock.ended:
+        others += f". The search for the cause {ended_early(clock.limit)}"
+    elif untried:
+        others += f". The search ended before it had tried {untried} known mistakes"
     for number, result in enumerate(failed[:_MOST_TENSORS]):
-        key = result.key
-        error = failure.candidate[key].double() - failure.golden[key]
-        places = list(_places(error, failure.golden[key]))
-        where = "; ".join(places) if places else "spread evenly over all its elements"
+        where = "; ".join(_places(failure, result))
         either = " either" if number else ""
         told = f"no {known} explains the error of {result.label}{either}, {_size(result)}. The error is {where}"
         yield finding("unexplained", told if number else f"{told}{others}; {step}", repair=step)
 
 
+def ended_early(seconds: float) -> str:
+    """Return the end of a sentence on a search that a limit of this many seconds has ended."""
+    return (
+        f"was stopped after {seconds:g} s; give it more time with --parity-diagnosis=SECONDS, --diagnosis of parity "
+        "run, or diagnosis_seconds of parity.compare"
+    )
+
+
 def _next_step(failure: Failure) -> str:
     """Say how to narrow down an error that nothing explains."""
-    if all(result.passed for result in failure.outputs) and not few_outputs(failure):
-        return (
-            "look at what the backward pass alone does, such as detach(), hooks, recomputation or an autograd function "
-            "of your own: the outputs pass, so the forward pass is probably right"
-        )
-    if failure.precision.name != "fp32":
-        return (
-            "compare the pair at fp32 as well: if it passes there, look at recipes, casts and cached weights; if not, "
-            "more mistakes can be told apart there, since rounding hides less"
-        )
-    return (
+    smaller = (
         "compare parts of it as pairs of their own, or with fewer layers: the smallest that still fails has the mistake"
     )
+    if all(result.passed for result in failure.outputs) and not few_outputs(failure):
+        return (
+            "each output is within its limits, so look for what the backward pass alone does, such as detach(), hooks "
+            f"or recomputation, and for a function that differs too little to show in outputs; {smaller}"
+        )
+    if failure.precision.recipe is not None:
+        return f"compare it at bf16: if it passes there, look at recipes, casts and cached weights; if not, {smaller}"
+    return smaller
 
 
 def _size(result: TensorResult) -> str:
@@ -767,23 +780,58 @@ def _size(result: TensorResult) -> str:
     return f"whose relative error is {errors.relative_l2:.2g} where {expected.relative_l2:.2g} is expected"
 
 
-def _places(error: Tensor, golden: Tensor) -> Iterator[str]:
-    """Yield the indices of each dimension that have most of the error, if they are few."""
-    if error.dim() == 0 or not bool(error.any()):
+def _places(failure: Failure, result: TensorResult) -> Iterator[str]:
+    """Yield which indices of a tensor are wrong, by dimension and by sequence, or else which have most of the error."""
+    golden = failure.golden[result.key]
+    error = failure.candidate[result.key].double() - golden
+    if error.numel() < 2 or not bool(error.any()):
+        yield f"{float(error.sum()):.2g}"
         return
-    square = error.square()
-    whole = square.sum()
-    for dim in range(error.dim()):
-        size = error.shape[dim]
-        if size < 2:
-            continue
-        by_index = square.movedim(dim, 0).reshape(size, -1).sum(1) / whole
-        described = _concentrated(by_index) or _periodic(by_index)
-        if described:
-            yield f"in {_name(dim, error.dim())} {described}"
+    allowed, whole = (_RIGHT * result.tolerance_relative_l2) ** 2, error.square().sum()
+
+    def along(*dims: int) -> tuple[Tensor, Tensor]:
+        """Return the share of the error at each index of some dimensions, and whether rounding does not explain it."""
+        rest = [dim for dim in range(error.dim()) if dim not in dims]
+        own, right = (x.square().sum(rest) if rest else x.square() for x in (error, golden))
+        return own / whole, own > allowed * right.clamp(min=float(right.mean()))
+
+    found = {dim: along(dim) for dim in range(error.dim()) if error.shape[dim] > 1}
+    told: dict[int, str] = {}
+    every = []
+    for dim, (share, wrong) in found.items():
+        name = _name(dim, result)
+        if bool(wrong.any()) and not bool(wrong.all()):
+            told[dim] = f"in {name} {_ranges(wrong)} ({int(wrong.sum())} of {len(wrong)}; the others are right)"
+        elif described := _concentrated(share) or _periodic(share):
+            told[dim] = f"in {name} {described}"
+        elif bool(wrong.all()):
+            every.append(f"each of its {len(wrong)} {name}")
+    if _name(1, result) == "positions" and len(found) > 1:
+        wrong = along(0, 1)[1]
+        if 0 < wrong.sum() < along(0)[1].sum() * along(1)[1].sum():
+            rows = [f"{_ranges(some)} of row {number}" for number, some in enumerate(wrong) if some.any()]
+            right = f"the other {int((~wrong).sum())} of {wrong.numel()} are right"
+            both = f"in positions {', '.join(rows[:_MOST_RIGHT])}{_beyond(rows)} of the batch ({right})"
+            told = {0: both} | {dim: each for dim, each in told.items() if dim > 1}
+    of_all = f"in {' and '.join(every)}" if every else f"at most {_RIGHT:g} tolerances in each row and column"
+    yield from told.values() or [of_all]
     projection = (error * golden).sum() / golden.square().sum()
     if projection.square() * golden.square().sum() > _MOSTLY * whole:
         yield f"along the right values, which are multiplied by {readable(1 + projection.item())}"
+
+
+def _ranges(chosen: Tensor) -> str:
+    """Return where a boolean vector is true: ``3 to 7, 12``."""
+    indices = chosen.nonzero().flatten().tolist()
+    starts = [i for i in indices if i - 1 not in indices]
+    ends = [i for i in indices if i + 1 not in indices]
+    runs = [f"{a} to {b}" if b > a else f"{a}" for a, b in zip(starts, ends, strict=True)]
+    return f"{', '.join(runs[:_MOST_RIGHT])}{_beyond(runs)}"
+
+
+def _beyond(named: Sequence[str]) -> str:
+    """Return how many more there are than a message names."""
+    return f" and {len(named) - _MOST_RIGHT} more" if len(named) > _MOST_RIGHT else ""
 
 
 def _concentrated(share: Tensor) -> str | None:
@@ -815,10 +863,13 @@ def _periodic(share: Tensor) -> str | None:
     return None
 
 
-def _name(dim: int, dims: int) -> str:
+def _name(dim: int, result: TensorResult) -> str:
     """Return what a dimension of ``[batch, seq, ..., channels]`` or of a weight ``[out, in]`` is called."""
+    dims = len(result.shape)
     if dims == 1:
         return "elements"
     if dims == 2:
         return ("rows", "columns")[dim]
-    return {0: "rows of the batch", 1: "positions", dims - 1: "channels"}.get(dim, f"dimension {dim}")
+    if result.kind == "weight gradient":
+        return f"dimension {dim}, at"
+    return {0: "rows of the batch", 1: "positions", dims - 1: "channels"}.get(dim, f"dimension {dim}, at")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,28 +18,29 @@ from parity.judge.directions import PRESENT, Direction, subtle_hypotheses_anywhe
 from parity.judge.directions import findings as mistakes
 from parity.judge.statistics import Component, has_component
 from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
-from parity.mistakes.catalogue import hypotheses, is_our_own
-from parity.mistakes.codes import CODES, UNEXPLAINED, finding
+from parity.mistakes.catalogue import hypotheses
+from parity.mistakes.codes import CODES, NEEDS, UNEXPLAINED, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import unused_parameters
 from parity.mistakes.under import Passes, outputs_under
 from parity.numerics.errors import Deviations, in_fp32
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, tensors_of
-from parity.passes.nominal_clock import work_of
+from parity.passes.nominal_clock import OutOfTime, work_of
 from parity.passes.one_pass import outputs_of, run
-from parity.passes.prepare import Prepared, calls_of, cast
+from parity.passes.prepare import Prepared, cast
 from parity.result import PROBED, Finding, TensorResult
 from parity.search.borders import border_explanations, decoding_explanations, restart_explanations
 from parity.search.divergence import (
     Divergence,
+    ended_early,
     first_divergence,
     output_scale_findings,
     shared_factor,
     where_the_error_is,
     whole_scale_findings,
 )
-from parity.search.failure import Budget, Failure, few_outputs, in_time, on_probes, outputs_tell_little
+from parity.search.failure import Budget, Failure, Tried, few_outputs, on_probes, outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
 from parity.search.in_full import Explanation, is_far_off, is_loud, verified
 from parity.search.misplaced import (
@@ -76,8 +78,11 @@ from parity.search.search import (
     is_unusual,
     partly_explained,
 )
+from parity.search.subject import has
 from parity.shown import raised
+from parity.te.devices import classify
 from parity.trace.trace import Trace
+from parity.trace.whose import users_line
 
 # Matched filters after a failure: a subtle mistake that is made at one place of several, or that shows in no output.
 #
@@ -149,7 +154,7 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
     # Most mistakes are not contained in the failed tensors, whose gradients are cheaper to compute than all of them.
     in_turn = (failed, None) if len(failed) < len(observed) else (None,)
     passes = Passes(prepared)
-    for mistake in _among(failure, subtle_hypotheses_anywhere(prepared, calls_of(prepared).trace)):
+    for mistake in _among(failure, subtle_hypotheses_anywhere(prepared, failure.trace)):
         if budget.spent():
             return
 
@@ -170,10 +175,10 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
 
 
 def _among(failure: Failure, known: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
-    """Yield the mistakes that may be a failure's cause."""
+    """Yield the mistakes that may be a failure's cause and fit the model."""
     for one in known:
         failure.prepared.clock.check()
-        if failure.among is None or (one.title, one.name) in failure.among:
+        if has(failure, NEEDS[one.title]) and (failure.among is None or (one.title, one.name) in failure.among):
             yield one
 
 
@@ -212,23 +217,20 @@ def _shown(
 ROUNDINGS = 8.0
 
 
-def ill_conditioned(failed: Sequence[TensorResult], prepared: Prepared) -> Finding | None:
-    """Return a finding if changing the inputs by a few roundoffs of FP32 moves every failed tensor as far as its error.
+def ill_conditioned(failure: Failure) -> Iterator[Finding]:
+    """Yield a finding if changing the inputs by a few roundoffs of FP32 moves every failed tensor as far as its error.
 
     A row of equal numbers is an example: LayerNorm subtracts the mean and divides what rounding left by ``sqrt(eps)``.
-
-    Args:
-        failed: all tensors that failed.
-        prepared: what was compared.
     """
+    failed = [tensor for tensor in failure.results if not tensor.passed]
     if not failed or not all(tensor.errors.finite for tensor in failed):
-        return None
-    changes = _changes(prepared)
+        return
+    changes = _changes(failure.prepared)
     if any(tensor.errors.max_abs > changes[tensor.key] for tensor in failed):
-        return None
+        return
     worst = max(failed, key=lambda tensor: tensor.margin)
     change = changes[worst.key]
-    return Finding(
+    yield Finding(
         "PAR005",
         "ill-conditioned",
         f"{worst.label} is off by up to {worst.errors.max_abs:.2g}; but even in FP64, changing the inputs by "
@@ -291,58 +293,71 @@ def explain(
         seconds: real time after which no further pass is begun, 0 for no limit.
 
     Returns:
-        The findings, and notes if the limit ended the search, or if parity itself failed on a part of it.
+        The findings, and notes if the limit ended the search, or if a part of it raised.
     """
-    clock, broken = failure.prepared.clock, list[Exception]()
+    clock = failure.prepared.clock
     with clock.limited_to(seconds):
-        found = in_time(lambda: _explained(failure, unreached, known, broken))
-        notes = [ended_early(seconds)] if clock.ended else []
-    if broken and not _is_known(found):
-        notes.append(f"a part of the search for the cause raised {raised(broken[0])}; the causes there were not tried")
-    return with_argument_names(found, failure), tuple(notes)
+        found = _explained(failure, unreached, known)
+        notes = [f"the search for the cause {ended_early(seconds)}"] if clock.ended else []
+    named = _part(lambda: [with_argument_names(found, failure)], failure) or [tuple(found)]
+    if failure.broken and not _is_known(found):
+        told = "; at ".join(filter(None, (raised(failure.broken[0]), users_line(failure.broken[0]))))
+        notes.append(f"a part of the search for the cause raised {told}; the causes there were not tried")
+    return named[0], tuple(notes)
 
 
-def ended_early(seconds: float) -> str:
-    """Return the note that a limit of this many seconds ended the search."""
-    return (
-        f"the search for the cause was stopped after {seconds:g} s; give it more time with --parity-diagnosis=SECONDS, "
-        "--diagnosis of parity run, or diagnosis_seconds of parity.compare"
-    )
+def _part(tried: Callable[[], Iterable[Tried]], failure: Failure) -> list[Tried]:
+    """Return what a part of the search finds before the limit of real time, without findings that do not fit the model.
+
+    A part may raise, on a tensor of a rare dtype or in the pair's code, which may not expect a changed reference. The
+    others still follow.
+
+    Raises:
+        Exception: one of a broken device, on which nothing can be computed any more.
+    """
+    found: list[Tried] = []
+    try:
+        with suppress(OutOfTime):
+            for one in tried():
+                if not isinstance(one, Finding) or has(failure, NEEDS[one.title]):
+                    found.append(one)
+    except Exception as error:
+        if classify(error):
+            raise
+        failure.broken.append(error)
+    return found
 
 
-def _explained(
-    failure: Failure, unreached: Sequence[str], known: Sequence[Direction], broken: list[Exception]
-) -> tuple[Finding, ...]:
-    shaky = ill_conditioned([tensor for tensor in failure.results if not tensor.passed], failure.prepared)
-    if shaky is not None:
-        return (shaky,)
+def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> Sequence[Finding]:
+    if shaky := _part(lambda: ill_conditioned(failure), failure):
+        return shaky
     drawn = [tensor for tensor in failure.results if not tensor.probed]
     probed = [tensor for tensor in failure.results if tensor.probed]
     on_probe = None if all(tensor.passed for tensor in probed) else on_probes(failure)
     of_drawn = dataclasses.replace(failure, results=drawn, on_probe=on_probe)
     as_drawn = dataclasses.replace(of_drawn, on_probe=None, by_average=True)
     if on_probe is not None and all(tensor.passed for tensor in drawn):
-        return findings(dataclasses.replace(on_probe, on_drawn=as_drawn), broken)
+        return findings(dataclasses.replace(on_probe, on_drawn=as_drawn))
     screened = Screened()
-    found = tuple(in_time(lambda: findings(of_drawn, broken, unreached, screened)))
-    by_filter = tuple(mistakes(drawn, known))
+    found = findings(of_drawn, unreached, screened)
+    by_filter = _part(lambda: mistakes(drawn, known), of_drawn)
     if _is_known(found):
         # Among causes that fit equally well, the one that a filter has found is the likeliest.
         seen = {finding.title for finding in by_filter}
-        return tuple(sorted(found, key=lambda finding: finding.title not in seen))
+        return sorted(found, key=lambda finding: finding.title not in seen)
     # If the search has not confirmed what a filter finds in a loud error, that is a part of another mistake's error.
     # The cause of a loud error, in outputs or in gradients, has helped when the search tried it.
-    quiet = () if is_loud(of_drawn) else by_filter
+    quiet = [] if is_loud(of_drawn) else by_filter
     by_gradients = outputs_tell_little(of_drawn) and is_loud(of_drawn, of_drawn.results)
     among = screened.helping if is_loud(of_drawn) or by_gradients else None
     filtered = dataclasses.replace(of_drawn, among=among)
-    known_by_filter = quiet or tuple(in_time(lambda: local_filter_findings(filtered)))
+    known_by_filter = quiet or _part(lambda: local_filter_findings(filtered), filtered)
     if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:
         return known_by_filter or found
     # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there, where most
     # causes have been tried.
     effort = _AGAIN if among is not None else 1.0
-    probing = findings(dataclasses.replace(on_probe, on_drawn=as_drawn, among=among, effort=effort), broken)
+    probing = findings(dataclasses.replace(on_probe, on_drawn=as_drawn, among=among, effort=effort))
     return probing if _is_known(probing) else found
 
 
@@ -367,7 +382,6 @@ _TELLING = 64  # if a tensor of this many numbers is far off, not just any two m
 
 def findings(
     failure: Failure,
-    broken: list[Exception],
     unreached: Sequence[str] = (),
     screened: Screened | None = None,
 ) -> tuple[Finding, ...]:
@@ -377,7 +391,6 @@ def findings(
 
     Args:
         failure: the comparison.
-        broken: gets the exceptions that parity itself raises, for example on a tensor of a rare dtype.
         unreached: names of TE parameters that the backward pass did not reach.
         screened: gets the partial results of a search that explains nothing.
 
@@ -387,31 +400,33 @@ def findings(
     failed = [result for result in failure.results if not result.passed]
     if not failed:
         return ()
+    part = partial(_part, failure=failure)
     spoiled = list(non_finite(failed, failure.precision))
     finite = all(result.finite for result in failure.outputs)
-    failure.prepared.clock.forward = work_of(lambda: outputs_under(failure.prepared, (), torch.float64))
-    trace = calls_of(failure.prepared).trace
+    for work in part(lambda: [work_of(lambda: outputs_under(failure.prepared, (), torch.float64))]):
+        failure.prepared.clock.forward = work
+    trace = next(iter(part(lambda: [failure.trace])), Trace())
     # Gradients that are not finite, or missing, need no further cause if all else is right.
     never_came = unused_parameters(failure.prepared.weights, unreached)
     lacking = [result for result in failed if not result.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
     screened = Screened() if screened is None else screened
-    causes = _causes(failure, trace, unreached, screened, broken) if finite and not is_told else []
+    causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
         budget = failure.budget(CHECKS_FOR_THE_REST)
-        causes = in_time(lambda: detached_path_findings(failure, failed, trace, budget))
+        causes = part(lambda: detached_path_findings(failure, failed, trace, budget))
     told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
     untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
-    found = [*spoiled, *causes, *untold] or ([] if failure.draws else in_time(lambda: random_findings(failure)))
+    found = [*spoiled, *causes, *untold] or ([] if failure.draws else part(lambda: random_findings(failure)))
     if found:
         return tuple(found)
     unread = unread_inputs(failed, failure.candidate)
-    most = in_time(lambda: _most_of_it(failure, screened.best))
-    hidden = hidden_row_hints(failure) if finite else ()
-    diverged = in_time(lambda: first_divergence(failure, trace))
-    if misread := in_time(lambda: _of_misread(failure, trace, diverged)):
+    most = part(lambda: _most_of_it(failure, screened.best))
+    hidden = part(lambda: hidden_row_hints(failure)) if finite else []
+    if misread := part(lambda: _of_misread(failure, trace, screened.diverged)):
         return tuple(misread)
-    return (*unread, *most, *hidden, *where_the_error_is(failure), *(one.finding for one in diverged))
+    where = part(lambda: where_the_error_is(failure, screened.untried))
+    return (*unread, *most, *hidden, *where, *(one.finding for one in screened.diverged))
 
 
 def _of_misread(failure: Failure, trace: Trace, diverged: Sequence[Divergence]) -> Iterator[Finding]:
@@ -443,9 +458,7 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
         )
 
 
-def _causes(
-    failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened, broken: list[Exception]
-) -> list[Finding]:
+def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened) -> list[Finding]:
     """Return the first causes that explain finite outputs and their gradients; arguments as for ``findings``.
 
     If a candidate is right once it is called differently, that is better evidence than a reference that is made wrong.
@@ -456,16 +469,23 @@ def _causes(
     tells = not outputs_tell_little(failure)
 
     def known() -> Iterator[Hypothesis]:
-        return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), broken))
+        return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
+
+    def find_place() -> tuple[Finding, ...]:
+        """Find where the error begins, which takes a pass, before the causes that take many."""
+        screened.diverged = _part(lambda: first_divergence(failure, trace), failure)
+        return ()
 
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),
         lambda: own_recipe_findings(failure),
         lambda: shared_cache_findings(failure),
         lambda: hidden_row_findings(failure),
+        find_place,
     ]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
-        return in_time(lambda: _by_chance(failure) or _told(_of_one_number(failure, trace, search), failure))
+        causes = [causes[0], find_place, lambda: _told(_of_one_number(failure, trace, search), failure)]
+        return _first_found(causes, failure)
     outputs_passed = all(result.passed for result in failure.outputs)
     if outputs_passed:
         causes += [
@@ -492,30 +512,12 @@ def _causes(
         lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
         lambda: partly_scaled_findings(failure) if outputs_passed else (),
     ]
-    return _first_found(causes, broken)
+    return _first_found(causes, failure)
 
 
-def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], broken: list[Exception]) -> list[Finding]:
-    """Return the findings of the first cause that has any, skipping causes on which parity itself fails.
-
-    Args:
-        causes: the causes, in order.
-        broken: gets parity's own exceptions, for example on a tensor of a rare dtype.
-
-    Raises:
-        Exception: one of the pair's code or of a broken device.
-    """
-    for cause in causes:
-        try:
-            found = in_time(cause)
-        except Exception as error:
-            if not is_our_own(error):
-                raise
-            broken.append(error)
-            continue
-        if found:
-            return found
-    return []
+def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], failure: Failure) -> list[Finding]:
+    """Return the findings of the first cause that has any."""
+    return next((found for cause in causes if (found := _part(cause, failure))), [])
 
 
 def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Iterator[Finding]:

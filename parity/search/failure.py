@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
@@ -14,9 +14,10 @@ from parity.judge.judge import NONE_DRAWN, gradients_of, judge
 from parity.numerics.errors import Tolerance, Truth, margin, measure
 from parity.numerics.freedom import FUSED, NONE_MADE, UNFUSED, Freedom, PortsChoices
 from parity.passes.all_passes import Tensors, tensors_of
-from parity.passes.nominal_clock import Clock, OutOfTime
-from parity.passes.prepare import Prepared
+from parity.passes.nominal_clock import Clock
+from parity.passes.prepare import Prepared, calls_of
 from parity.result import PROBED, Kind, TensorResult
+from parity.trace.trace import Trace
 
 if TYPE_CHECKING:
     from parity.te import Precision
@@ -89,15 +90,6 @@ def while_it_lasts(tried: Iterable[Tried], budget: Budget) -> Iterator[Tried]:
         yield one
 
 
-def in_time(tried: Callable[[], Iterable[Tried]]) -> list[Tried]:
-    """Return all that a part of a search finds, or all that it has found when the limit of real time ends it."""
-    found: list[Tried] = []
-    with suppress(OutOfTime):
-        for one in tried():
-            found.append(one)
-    return found
-
-
 # A failed comparison, as the search is given it.
 
 
@@ -131,6 +123,7 @@ class Failure:
             False if the candidate fails only in such slices, since judged by the average it would pass under any
             mistake.
         effort: the share of a budget that a search may spend.
+        broken: the exceptions that parts of the search have raised.
     """
 
     results: Sequence[TensorResult]
@@ -147,6 +140,12 @@ class Failure:
     own_recipes: Sequence[str] = ()
     by_average: bool = True
     effort: float = 1.0
+    broken: list[Exception] = field(default_factory=list)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The reference's trace in FP64."""
+        return calls_of(self.prepared).trace
 
     def budget(self, checks: float) -> Budget:
         """Return a budget, from now on, as large as the cost of this many such comparisons on the nominal machine.

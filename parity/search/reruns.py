@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from parity.case.transfer import counterparts
 from parity.mistakes.codes import CODES, repairable
@@ -26,6 +27,7 @@ from parity.te.state import own_recipes
 from parity.trace.digests import switched_off
 from parity.trace.effects import other_numbers
 from parity.trace.trace import grouped
+from parity.trace.whose import is_of_te
 
 if TYPE_CHECKING:
     from parity.te import Precision
@@ -287,14 +289,51 @@ def _zeroed(failure: Failure, name: str) -> str:
 
 
 def _kept_rows(failure: Failure) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield each input that hides rows of a failed output, with boolean masks of the rows of outputs that it keeps."""
+    """Yield each input that hides rows of a failed output, with boolean masks of the rows of outputs that it keeps.
+
+    An input hides rows only if an attention of TE's leaves these rows zero: other inputs may look like a mask.
+    """
     outputs = {one.name: failure.golden["output", one.name] for one in failure.outputs}
     failed = [one.name for one in failure.outputs if not one.passed]
-    for name, x in named_inputs(failure.prepared.inputs, failure.prepared.input_names).items():
-        for hidden in _hidden(x, outputs):
-            kept = {output: rows for output, y in outputs.items() if (rows := _rows(~hidden, y)) is not None}
-            if any(output in kept for output in failed):
-                yield name, kept
+    looks_like_masks = [
+        (name, hidden)
+        for name, x in named_inputs(failure.prepared.inputs, failure.prepared.input_names).items()
+        for hidden in _hidden(x, outputs)
+    ]
+    left_out = rows_left_out(failure) if looks_like_masks else []
+    for name, hidden in looks_like_masks:
+        kept = {output: rows for output, y in outputs.items() if (rows := _rows(~hidden, y)) is not None}
+        if any(output in kept for output in failed) and any(_are_among(hidden, rows) for rows in left_out):
+            yield name, kept
+
+
+def rows_left_out(failure: Failure) -> list[Tensor]:
+    """Run the candidate again, and return where each attention of TE's leaves rows zero: boolean, without channels.
+
+    Raises:
+        OutOfTime: if the limit of real time is reached.
+    """
+    found: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, result: Any) -> None:
+        x = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        found.append(~x.any(-1))
+
+    def watch(module: nn.Module) -> None:
+        for one in module.modules():
+            if type(one).__name__ == "DotProductAttention" and is_of_te(type(one)):
+                one.register_forward_hook(keep)
+
+    failure.rerun(watch)
+    return [rows for rows in found if rows.any()]
+
+
+def _are_among(hidden: Tensor, rows: Tensor) -> bool:
+    """Return whether all hidden tokens, ``[batch, seq]`` or ``[tokens]``, are among rows in any layout of these."""
+    if rows.numel() % hidden.numel():
+        return False
+    layouts = (rows, rows.mT) if rows.dim() == 2 else (rows,)
+    return any(bool(one.reshape(-1, *hidden.shape)[:, hidden].all()) for one in layouts)
 
 
 def _hidden(x: Tensor, outputs: dict[str, Tensor]) -> Iterator[Tensor]:

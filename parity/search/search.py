@@ -30,7 +30,7 @@ from parity.mistakes.under import tensors_under
 from parity.numerics.errors import TINY
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.prepare import calls_of
-from parity.search.divergence import scaled_outputs
+from parity.search.divergence import Divergence, scaled_outputs
 from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little
 from parity.search.in_full import Explanation, hardly_less, is_loud, row_by_row, verified
 from parity.search.parts import in_parts
@@ -160,10 +160,14 @@ class Screened:
     Attributes:
         best: the mistake that leaves the least of the error, if that is little.
         helping: titles and names of the mistakes that explained a part of the error, or that no budget was left for.
+        untried: how many mistakes no budget was left for.
+        diverged: where the candidate begins to differ, if that was found.
     """
 
     best: Ranked | None = None
     helping: set[tuple[str, str]] = field(default_factory=set)
+    untried: int = 0
+    diverged: Sequence[Divergence] = ()
 
 
 def explanations(
@@ -205,7 +209,9 @@ def explanations(
         best = min(helping, key=lambda entry: entry[0], default=None)
         screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
         help_a_bit = {one for share, (one,) in ranked if share < (HELPS_LITTLE if one.tuned else HELPS)}
-        screened.helping = {(one.title, one.name) for one in known if one in help_a_bit or one not in one_by_one.tried}
+        untried = set(known) - one_by_one.tried
+        screened.helping = {(one.title, one.name) for one in help_a_bit | untried}
+        screened.untried = len(untried)
     return found
 
 

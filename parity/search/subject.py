@@ -1,0 +1,55 @@
+"""Measure what a compared model and its pass have, so that no finding speaks of anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from parity.mistakes.activations import gated_units
+from parity.mistakes.attention import attentions
+from parity.mistakes.codes import Need
+from parity.mistakes.lookups import lookups
+from parity.mistakes.losses import cross_entropies, log_softmaxes
+from parity.mistakes.mixture import routers
+from parity.mistakes.norms import norms
+from parity.mistakes.optimizers import optimizers_of
+from parity.mistakes.packed import packed_attentions
+from parity.mistakes.rotation import rotations
+from parity.search.failure import Failure, few_outputs
+from parity.search.reruns import rows_left_out
+from parity.trace.trace import Trace
+
+_RECOGNISED: Mapping[Need, Sequence[Callable[[Trace], Sequence[object]]]] = {
+    "attention": (attentions, packed_attentions),
+    "rotations": (rotations,),
+    "norms": (norms,),
+    "gated units": (gated_units,),
+    "experts": (routers,),
+    "lookups": (lookups,),
+    "labels": (cross_entropies, log_softmaxes),
+    "log-probabilities": (log_softmaxes,),
+    "an optimizer": (optimizers_of, lambda trace: trace.clips),
+}
+
+
+def has(failure: Failure, need: Need) -> bool:
+    """Return whether the model of a failed pass, or the pass itself, has what a finding needs to be told.
+
+    Raises:
+        OutOfTime: if the candidate has to run again for that, and the limit of real time is reached.
+    """
+    if need in _RECOGNISED:
+        return any(recognised(failure.trace) for recognised in _RECOGNISED[need])
+    match need:
+        case "FP8":
+            return failure.precision.recipe is not None
+        case "FP32":
+            return failure.precision.dtype is torch.float32
+        case "gradients" | "decoding":
+            return failure.prepared.evaluation == (need == "decoding")
+        case "few outputs":
+            return few_outputs(failure)
+        case "masked tokens":
+            return bool(rows_left_out(failure))
+    return need == "nothing"  # one pass in one process is no training, and has no ranks
