@@ -617,18 +617,19 @@ def _explained(run: _Run, made: _Made, judged: Result) -> Result:
             "the same: call the candidate once per step, or keep these buffers fixed during the training"
         )
         return dataclasses.replace(judged, status="error", reason=reason)
+    in_fp8 = precision.recipe is not None
     of_added = made.stepped.clipping.of_added / (made.stepped.clipping.factor or 1.0)  # before they were clipped
     guesses = guesses_of_any_step(number, candidate, prepared.golden.weight_gradients, run.limits, of_added)
     if run.weights is not None:
         before = Before(now, run.weights, run.gradients, golden_of)
-        guesses += guesses_of_later_steps(number, prepared.golden.weight_gradients, before)
+        guesses += guesses_of_later_steps(number, prepared.golden.weight_gradients, before, in_fp8)
     found = gradients_explained(run.limits, candidate, guesses)
     if found is None and made.stepped.clipping.is_early:
         found = changed_early(number)
     elif found is None and (shares := shares_made(prepared, made.stepped.calls, candidate)):
         found = micro_batches_explained(number, run.limits, shares)
     worst = f", first {judged.worst.label}" if judged.worst else ""
-    found = found or unexplained(number, worst, is_first_and_own=number == 1 and not run.trainee.is_plain)
+    found = found or unexplained(number, worst, number == 1 and not run.trainee.is_plain, in_fp8)
     return dataclasses.replace(judged, findings=(found,))
 
 

@@ -539,17 +539,17 @@ def _cut(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def sequence_first_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield the exchange of batch and sequence for the whole module, all submodules that attend, or one of these."""
+    by_default = 'give TE attn_input_format="bshd" (qkv_format="bshd"), or ' if attentions(trace) else ""
     yield Hypothesis(
         "sequence-first",
         "batch and sequence exchanged",
-        'give TE attn_input_format="bshd" (qkv_format="bshd"), or transpose inputs and outputs: TE takes the first '
-        "dimension for the sequence by default",
+        f"{by_default}transpose inputs and outputs: the port takes the first dimension for the sequence",
         around=_first_two_exchanged,
     )
     yield Hypothesis(
         "sequence-first",
         "batch and sequence viewed as each other",
-        "transpose inputs and outputs where TE takes the first dimension for the sequence; they are reshaped",
+        "transpose inputs and outputs where the port takes the first dimension for the sequence; they are reshaped",
         around=on_tensors(_view, _view_back),
     )
     levels = _attending(trace)

@@ -31,12 +31,15 @@ _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # bits of an FP32 numbe
 
 
 def optimizer_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
-    """Yield wrong roundings of a weight to which the reference adds an update of its shape.
+    """Yield wrong roundings of a weight to which the reference adds something of its shape, such as an update.
 
     Args:
         trace: the reference's trace.
         dtype: the dtype of the port's weights.
     """
+    title, repair = "accumulation-precision", "add to the weights in FP32 and round the sum once, to nearest"
+    if optimizers_of(trace):
+        title, repair = "master-weights", "keep FP32 master weights and round them to nearest after each step"
     for call in trace.calls if dtype in _DROPPED_BITS else ():
         match binary(call):
             case ("add" | "sub", Value() as weight, _) if trace.parameter(back(trace, weight)) is not None:
@@ -48,9 +51,9 @@ def optimizer_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesi
             continue
         for described, update in _updates(dtype):
             yield Hypothesis(
-                "master-weights",
+                title,
                 f"weights {described}",
-                f"keep FP32 master weights and round them to nearest after each step; weights are {described}",
+                f"{repair}; weights are {described}",
                 (edit(call, (weight,), partial(_passing_gradients, update)),),
             )
 
@@ -58,10 +61,10 @@ def optimizer_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesi
 def _updates(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
     """Yield wrong updates: a description, and a function of the rightly updated weight and the one before, in FP32."""
     kept = -1 << _DROPPED_BITS[dtype]
-    yield "not updated at all", lambda updated, weight: weight
+    yield "not changed at all", lambda updated, weight: weight
     yield "cut off, not rounded", lambda updated, weight: (updated.view(torch.int32) & kept).view(torch.float32)
     for steps in _STEPS:
-        yield f"rounded after each of {steps} steps", partial(_in_steps, steps, dtype)
+        yield f"rounded after each of {steps} additions", partial(_in_steps, steps, dtype)
 
 
 def _in_steps(steps: int, dtype: torch.dtype, updated: Tensor, weight: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ def _all_branches(terms: Sequence[_Term], factor: float) -> Hypothesis:
     return Hypothesis(
         "factor",
         f"each branch times {factor:.4g}",
-        "add to the residual stream what attention and MLP return, unscaled, as the reference does; "
+        "add to the residual stream what the branches return, unscaled, as the reference does; "
         f"the port multiplies them by {factor:.4g}",
         tuple(edit for term in terms for edit in term.edits(factor)),
         scope="call",

@@ -217,7 +217,9 @@ def _mistakes(precision: Precision) -> Iterator[_Mistake]:
             yield _Mistake("accumulation-precision", f"GEMMs read {name}", advice, _reading(_in(dtype)))
             yield _Mistake("accumulation-precision", f"results are stored in {name}", advice, Rounding(dtype))
         everything = "Set NVIDIA_TF32_OVERRIDE=0, or expect TF32 (10 bits) where true FP32 was promised"
-        yield _Mistake("tf32", "attention's products are TF32", everything, rounding, partial(_Batched, tf32))
+        yield _Mistake(
+            "tf32", "batched products, such as attention's, are TF32", everything, rounding, partial(_Batched, tf32)
+        )
     advice = "Accumulate in FP32 (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False)"
     for length in (16, 32, 64, 128):
         for stored, what in (

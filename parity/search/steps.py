@@ -138,13 +138,14 @@ def _is_threshold(largest: float, candidate: Mapping[str, Tensor], golden: Mappi
     return int(at.sum()) >= max(2, 0.9 * len(at)) and (not bool(below.any()) or float(along) > 0.5)
 
 
-def guesses_of_later_steps(number: int, golden: Mapping[str, Tensor], before: Before) -> list[Guess]:
+def guesses_of_later_steps(number: int, golden: Mapping[str, Tensor], before: Before, in_fp8: bool) -> list[Guess]:
     """Return the guesses at wrong gradients that are possible in a step after the first.
 
     Args:
         number: the number of the step.
         golden: the right weight gradients.
         before: the values that the step may have taken from earlier ones.
+        in_fp8: whether TE quantizes weights, of which it then may keep copies.
     """
     matrices = {name: x for name, x in before.earlier.items() if x.dim() > 1}
     return [
@@ -157,15 +158,18 @@ def guesses_of_later_steps(number: int, golden: Mapping[str, Tensor], before: Be
         Guess(
             "stale-weights",
             f"the gradients of step {number} are those of the weights before the last update",
-            "update every copy of the weights after each step, such as FP8 weights that is_first_microbatch=False "
-            "keeps, FP32 master weights that are not copied back, or those of a graph",
+            "update every copy of the weights after each step, such as "
+            f"{'FP8 weights that is_first_microbatch=False keeps, ' if in_fp8 else ''}FP32 master weights that are not "
+            "copied back, or those of a graph",
             lambda: before.golden_of(number, before.earlier),
         ),
         Guess(
             "weight-cache-stale",
-            f"the gradients of step {number} are those of the weight matrices before the last update, of which FP8 "
-            "copies are kept",
-            "call the module with is_first_microbatch=True, or None, once after each update",
+            f"the gradients of step {number} are those of the weight matrices before the last update, of which "
+            f"{'FP8 ' if in_fp8 else ''}copies are kept",
+            "call the module with is_first_microbatch=True, or None, once after each update"
+            if in_fp8
+            else "update these copies as well",
             lambda: before.golden_of(number, before.weights | matrices),
         ),
         Guess(
@@ -183,13 +187,14 @@ def guesses_of_later_steps(number: int, golden: Mapping[str, Tensor], before: Be
     ]
 
 
-def unexplained(number: int, worst: str, is_first_and_own: bool) -> Finding:
+def unexplained(number: int, worst: str, is_first_and_own: bool, in_fp8: bool) -> Finding:
     """Return the finding on a step that no guess explains, though one pass of a new module is right.
 
     Args:
         number: the number of the step.
         worst: the text that says which tensor is farthest off.
         is_first_and_own: whether it is the first step, and the pair makes its steps itself.
+        in_fp8: whether TE quantizes activations and weights.
     """
     if is_first_and_own:
         return repairable(
@@ -201,8 +206,9 @@ def unexplained(number: int, worst: str, is_first_and_own: bool) -> Finding:
     return repairable(
         "state-between-steps",
         f"a new module with the same weights computes step {number} correctly, but the trained module does not{worst}",
-        "look at what earlier steps have left in the module, such as FP8 scales, cached weights and buffers, and at "
-        "what your training step does besides one pass",
+        "look at what earlier steps have left in the module, such as "
+        f"{'FP8 scales, cached weights and' if in_fp8 else 'attributes and'} buffers, and at what your training step "
+        "does besides one pass",
     )
 
 

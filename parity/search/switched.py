@@ -434,8 +434,7 @@ def _narrow(beside: Beside) -> Finding | None:
             return repairable(
                 "offload-differs",
                 f"step {beside.number} with offloading equals, bit for bit, the step without it if all saved FP32 "
-                f"tensors are rounded to {name}; these include the statistics of norms, and the scales of activations "
-                "that TE saves in FP8",
+                f"tensors are rounded to {name}, such as the statistics of norms and the scales of quantized tensors",
                 "copy each tensor in its own dtype",
             )
     return None

@@ -29,7 +29,7 @@ from parity.lab.zoo.planting import planted
         ("fp32", "tied_model", "embeddings-not-tied", "embeddings-not-tied"),
         ("fp32", "causal_attention", "attention-in-tf32", "tf32"),
         ("fp32", "square_linear", "product-accumulated-in-bf16", "accumulation-precision"),
-        ("bf16", "stepped_linear", "master-weights-missing", "master-weights"),
+        ("bf16", "stepped_linear", "master-weights-missing", "accumulation-precision"),
         ("fp8_delayed", "square_linear", "fp8-scale-never-updated", "fp8-scale-stale"),
         ("fp8_delayed", "swiglu_mlp", "fp8-scale-never-updated", "fp8-scale-stale"),  # shows only in small rows
         ("fp8_delayed", "averaged_linear", "fp8-gradient-not-scaled", "fp8-gradient-scale"),

@@ -145,7 +145,7 @@ TRAINING_BUGS = (
         "FP32 master weights are cut off, not rounded, to the weights' dtype.",
         STEPPED,
         with_attributes(step=_step_truncated),
-        "master-weights",
+        "accumulation-precision",
         precisions=STORED_IN_16_BITS,
     ),
     Bug(
@@ -153,7 +153,7 @@ TRAINING_BUGS = (
         "The optimizer updates 16-bit weights: steps below half an ulp are lost.",
         STEPPED,
         with_attributes(step=_step_without_master),
-        "master-weights",
+        "accumulation-precision",
         precisions=STORED_IN_16_BITS,
     ),
 )
