@@ -10,6 +10,7 @@ import itertools
 import os
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from parity.machine import devices
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
-from parity.plugin import alone, collecting, ending, options, recorder
+from parity.plugin import alone, apart, collecting, ending, options, recorder
 from parity.plugin.collecting import Module, collected_in_time, too_late, unknown_pairs
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
@@ -216,7 +217,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Suggest the nearest existing pairs if pytest does not find an id."""
+    """Note the state before tests are imported, and suggest the nearest existing pairs for an id that is not found."""
+    config = session.config
+    if has_cases(config) and not _is_elsewhere(config) and config.getoption("dist", "no") == "no":
+        with suppress(Exception), lasting():  # what is wrong is reported at the first pair
+            _kernels(config)
+            apart.begin(config)
     try:
         return (yield)
     except pytest.UsageError as error:
@@ -284,7 +290,7 @@ def pytest_make_collect_report(
 
         seconds = 0.0 if collector.config.getoption("usepdb") else collector.config.stash[_OPTIONS].timeout
         try:
-            with collected_in_time(collector, seconds), mistakes_kept():
+            with collected_in_time(collector, seconds), mistakes_kept(), apart.imported(collector):
                 report = yield
                 if report.passed:
                     report.result.extend(_nodes(collector))
@@ -400,6 +406,12 @@ def _share_cores() -> None:
         import torch
 
         torch.set_num_threads(max(1, devices.cores() // workers))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with apart.compared(item):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from parity.result import DeviceError, Result, Switch
     from parity.te import Kernels, Precision
     from parity.te.attention_backend import AttentionBackend
+    from parity.trace.effects import Disturbed
 
 # An item that computes in several processes takes the cores of as many workers.
 
@@ -237,6 +238,7 @@ class ParityItem(pytest.Item):
         verdict: the failure of the seed that is being compared, until that comparison has ended; else None.
         unfinished: the part that has not ended then: the search for the cause, or a second look, which may even
             withdraw the verdict.
+        disturbed: what other tests had changed and was undone; None if that is not known.
         workplace: where this process runs it.
     """
 
@@ -260,6 +262,7 @@ class ParityItem(pytest.Item):
         self.results: list[Result] = []
         self.verdict: Result | None = None
         self.unfinished = _SEARCH
+        self.disturbed: Disturbed | None = None
         for mark in ("parity", precision.name, *case.marks):
             _register(self.config, mark)
             self.add_marker(mark)
@@ -332,6 +335,10 @@ class ParityItem(pytest.Item):
             memory.release()  # a pass may have left the reference half changed
             result = self.cut_short(f"{ending.too_long(self.options.timeout)}; {interrupted_at(error)}")
         self.verdict = None
+        if self.disturbed is not None:
+            from parity.comparison import noting
+
+            result = noting(result, self.disturbed)
         if result.device_error == "broken":
             stash[ending.BROKEN_BY] = self.nodeid
         return as_printable(dataclasses.replace(result, path=self._path_to_show()))

@@ -6,11 +6,13 @@ inputs.
 
 from __future__ import annotations
 
+import builtins
+import ctypes
 import functools
 import gc
-import operator
 import os
 import random
+import resource
 import signal
 import sys
 import warnings
@@ -18,11 +20,15 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Mutable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn, overrides
 from torch.nn.modules import module as modules
+from torch.utils import _device as devices
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._device import DeviceContext
 
 from parity.shown import one_line
 
@@ -164,11 +170,11 @@ def _only(names: Sequence[str], others: Sequence[str]) -> str:
     return ", ".join(name for name in names if name not in others)
 
 
-# Undo the changes that a pair's code makes to its process, and report them, so that they do not affect other pairs.
+# Undo the changes that code makes to its process, and report them, so that they do not affect other pairs.
 #
 # The table below lists the state of a process that a module's numbers may depend on, with the name of each entry and
 # functions that read and write it. All entries are read before a pair's code runs and again afterwards, and those that
-# have changed are restored.
+# have changed are restored. What modules and classes hold is watched by identity, whatever its name.
 
 
 # Settings for how FP32 products, convolutions and recurrent layers are computed, one for each operation of a backend.
@@ -233,35 +239,34 @@ class _Entry:
         """Restore the value from before."""
         self.write(before)
 
+    def merged(self, value: Any, first: Any, last: Any) -> Any:
+        """Return the value, or ``last`` if that differs from ``first``."""
+        return last if self.changes(first, last) else value
+
 
 @dataclass(frozen=True)
 class _Names(_Entry):
     """An entry that consists of many names, each of which is reported by itself.
 
     Attributes:
-        write: is called with a name and its value, which is ``_NONE`` for a name to delete.
-        may_add: whether a name may be new, because imports and lazy attributes add names to modules, and libraries add
-            methods to classes.
-        counts: whether a name with this value belongs to the entry. This is called only if something has changed,
-            because there are thousands of names.
+        write: is called with a name and its value, which is ``_NONE`` for a name that the value from before lacks.
+        told: returns a name as messages show it.
     """
 
-    may_add: Callable[[str], bool] = lambda name: False
-    counts: Callable[[str, Any], bool] = lambda name, value: True
+    told: Callable[[str], str] = str
 
     def changes(self, before: Any, now: Any) -> list[str]:
-        return [self.name.format(name) for name in self._others(before, now)]
+        return [self.name.format(self.told(name)) for name in self._others(before, now)]
 
     def undo(self, before: Any, now: Any) -> None:
         for name in self._others(before, now):
             self.write((name, before.get(name, _NONE)))
 
+    def merged(self, value: Any, first: Any, last: Any) -> Any:
+        return value | {name: last.get(name, _NONE) for name in self._others(first, last)}
+
     def _others(self, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-        if list(before) == list(now) and all(map(operator.is_, before.values(), now.values())):
-            return []
-        before, now = ({name: x for name, x in held.items() if self.counts(name, x)} for held in (before, now))
-        new = [name for name in now if name not in before and not self.may_add(name)]
-        return [name for name, value in before.items() if now.get(name, _NONE) is not value] + new
+        return [name for name in now | before if now.get(name, _NONE) is not before.get(name, _NONE)]
 
 
 _NONE = object()
@@ -303,93 +308,255 @@ def _environment() -> _Names:
     return _Names("the environment variable {}", read, write)
 
 
-def _functions(owner: Any, called: str) -> _Names:
-    """Return the entry for the functions and classes that a module or a class holds.
+# What modules and classes hold: functions, classes and modules, each compared by identity with what it was at first.
 
-    ``torch.Storage`` does not count, because PyTorch sets it with the default dtype.
+
+# Packages that compute, with their modules, classes and tables of functions. Of Python's own library, modules count.
+_COMPUTE = ("torch", "transformer_engine", "transformer_engine_torch", "parity", "numpy", "scipy", "einops")
+# Parts of PyTorch that compile, export and measure, which no comparison in this process calls.
+_BESIDES = tuple(
+    f"torch.{name}."
+    for name in (
+        *("_dynamo", "_functorch", "_higher_order_ops", "_inductor", "_numpy", "ao", "distributed", "export", "fx"),
+        *("onnx", "package", "profiler", "testing"),
+    )
+)
+_GONE = object()
+# A dict whose version is the same has not changed. PyTorch's guards have this function, but no stable name for it.
+_version = getattr(torch._C._dynamo.guards, "dict_version", lambda held: tuple(map(id, held.values())))
+
+
+@dataclass(frozen=True)
+class _Namespace:
+    """The names of a module or a class, or the keys of a dict.
+
+    Attributes:
+        name: its name in messages.
+        owner: the module, class or dict.
+        held: its dict.
+        first: what it held when it was first seen.
     """
 
-    def write(entry: tuple[str, Any]) -> None:
-        name, value = entry
-        if value is _NONE:
-            delattr(owner, name)
+    name: str
+    owner: Any
+    held: dict[str, Any]
+    first: dict[str, Any]
+
+    def others(self) -> Iterator[tuple[str, Any]]:
+        """Yield each name that has another value than at first, and the value, which is ``_GONE`` if it was deleted.
+
+        A new name counts only if it hides another one: modules get submodules and lazy attributes, and libraries add
+        methods to classes, such as transformers' ``Module.smart_apply``. ``torch.Storage`` goes with the default dtype.
+        """
+        for name in self.held | self.first:
+            now, first = self.held.get(name, _GONE), self.first.get(name, _GONE)
+            if first is now or name == "Storage" or not (_is_code(now) or _is_code(first)):
+                continue
+            if first is _GONE and not self._hides(name):
+                self.first[name] = now
+            else:
+                yield name, now
+
+    def _hides(self, name: str) -> bool:
+        if isinstance(self.owner, type):
+            return name.startswith("__") or hasattr(self.owner.__base__, name)
+        return self.owner is not self.held and name in _BUILTINS
+
+    def set(self, name: str, value: Any) -> None:
+        if isinstance(self.owner, type):
+            delattr(self.owner, name) if value is _GONE else setattr(self.owner, name, value)
         else:
-            setattr(owner, name, value)
-
-    def counts(name: str, value: Any) -> bool:
-        return callable(value) and name != "Storage"
-
-    def may_add(name: str) -> bool:
-        # A new method, such as transformers' `Module.smart_apply`, affects no other code if no base class has it.
-        return not isinstance(owner, type) or not (name.startswith("__") or hasattr(owner.__base__, name))
-
-    return _Names(f"{called}.{{}}", lambda: dict(vars(owner)), write, may_add=may_add, counts=counts)
+            self.held[name] = value
+            if value is _GONE:
+                del self.held[name]
 
 
-def _namespaces(te: Any) -> Iterator[_Names]:
-    """Yield the entries for PyTorch's and TE's functions, and for the methods of their modules."""
-    yield _functions(torch, "torch")
-    yield _functions(torch.nn.functional, "torch.nn.functional")
-    yield _functions(torch.Tensor, "torch.Tensor")
-    for package, called in ((torch.nn, "torch.nn"), (te, "te")):
-        if package is None:
-            continue
-        yield _functions(package, called)
-        for name, kind in vars(package).items():
-            if isinstance(kind, type) and issubclass(kind, nn.Module):
-                yield _functions(kind, f"{called}.{name}")
+def _is_code(value: Any) -> bool:
+    """Return whether a value is code. Data changes as libraries compute: counters, caches, what is made when needed."""
+    return callable(value) or isinstance(value, ModuleType) or hasattr(type(value), "__get__")
+
+
+class _Namespaces:
+    """All namespaces that computations go through. Those of a module are added once it has been imported."""
+
+    def __init__(self) -> None:
+        self._all: list[_Namespace] = []
+        self._versions: list[Any] = []
+        self._seen: dict[int, dict[str, Any]] = {}
+        self._modules = 0
+
+    def read(self) -> dict[Any, Any]:
+        """Return what differs from when it was first seen, by the namespace's number and the name in it."""
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            for name, module in list(sys.modules.items()):
+                if isinstance(module, ModuleType):
+                    self._add(name, module, vars(module))
+        changed: dict[Any, Any] = {}
+        versions = list(map(_version, self._seen.values()))
+        for index, version in enumerate(versions) if versions != self._versions else ():
+            if version != self._versions[index]:
+                others = {(index, name): value for name, value in self._all[index].others()}
+                changed |= others
+                self._versions[index] = self._versions[index] if others else version
+        return changed
+
+    def write(self, entry: tuple[Any, Any]) -> None:
+        """Set a name to a value that ``read`` returned, or to its first one."""
+        (index, name), value = entry
+        one = self._all[index]
+        one.set(name, one.first.get(name, _GONE) if value is _NONE else value)
+
+    def told(self, place: Any) -> str:
+        return f"{self._all[place[0]].name}.{place[1]}"
+
+    def _add(self, name: str, owner: Any, held: dict[str, Any]) -> None:
+        """Add a namespace of a package that computes, with those that a module of it holds, or a module of Python."""
+        package = name.partition(".")[0]
+        computes = package in _COMPUTE and not f"{name}.".startswith(_BESIDES)
+        if id(held) in self._seen or not (computes or package in sys.stdlib_module_names - {"warnings"}):
+            return  # pytest exchanges functions of ``warnings`` around each test
+        self._seen[id(held)] = held
+        self._all.append(_Namespace(name, owner, held, dict(held)))
+        self._versions.append(_version(held))
+        for key, value in list(held.items()) if computes and isinstance(owner, ModuleType) else ():
+            inner = f"{name}.{key}"
+            if isinstance(value, type) and str(vars(value).get("__module__")).startswith(_COMPUTE):
+                self._add(inner, value, gc.get_referents(vars(value))[0])
+            elif isinstance(value, dict) and not key.startswith("__") and any(map(_is_code, value.values())):
+                self._add(inner, value, value)
+            elif isinstance(value, ModuleType) and value.__name__ not in sys.modules:
+                self._add(value.__name__, value, vars(value))
+
+
+# PyTorch's modes and hooks, which a pair may enter and never leave.
+
+
+def _modes() -> Iterator[_Entry]:
+    """Yield the entries for PyTorch's stacks of modes, for hooks of all modules, and for kernels of operators."""
+    hooks: Any = torch._C._autograd
+    for kind, stack, leave in (
+        ("torch function modes", _function_modes, torch._C._pop_torch_function_stack),
+        ("torch dispatch modes", dispatch._get_current_dispatch_mode_stack, _leave_dispatch_mode),
+        (
+            "hooks of saved tensors",
+            partial(hooks._top_saved_tensors_default_hooks, True),
+            hooks._pop_saved_tensors_default_hooks,
+        ),
+    ):
+        yield _Entry(kind, stack, partial(_leave, stack, leave), shown=False)
+    seen = set()
+    for package, module in list(sys.modules.items()):
+        for name, held in list(vars(module).items()) if package.startswith("torch.") else ():
+            if name.startswith("_global_") and isinstance(held, MutableMapping) and id(held) not in seen:
+                seen.add(id(held))
+                yield _dict(f"hooks of all modules ({name.removeprefix('_global_')})", held)
+    yield _flag("whether hooks of all modules are full backward hooks", modules, "_global_is_full_backward_hook")
+    yield _Kernels("kernels of PyTorch's operators", lambda: set(library._impls), print)
+
+
+def _leave(stack: Callable[[], Any], leave: Callable[[], object], before: Any) -> None:
+    """Leave the modes that have been entered since."""
+    while (now := stack()) and now != before:
+        leave()
+
+
+def _function_modes() -> list[Any]:
+    return [mode for mode in overrides._get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+
+
+def _leave_dispatch_mode() -> None:
+    last = dispatch._get_current_dispatch_mode_stack()[-1]
+    torch._C._pop_torch_dispatch_stack(getattr(last, "_mode_key", None))
+
+
+def _set_default_device(device: torch.device | None) -> None:
+    """Set the default device, and leave every ``with torch.device(...)``."""
+    others = _function_modes()
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    for mode in others:
+        torch._C._push_on_torch_function_stack(mode)
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = devices.CURRENT_DEVICE = None
+    torch.set_default_device(device)
+
+
+class _Kernels(_Entry):
+    """The kernels that Python code has registered for PyTorch's own operators."""
+
+    def changes(self, before: set[str], now: set[str]) -> list[str]:
+        return [f"the kernel of {key}" for key in now - before if key.startswith("aten/")]
+
+    def undo(self, before: set[str], now: set[str]) -> None:
+        for one in gc.get_objects():
+            if type(one) is library.Library and one._op_impls & now - before:
+                one._destroy()
+
+
+# Settings of PyTorch's arithmetic, and of Python.
+
+
+def _settings() -> Iterator[_Entry]:
+    """Yield an entry for each setting of PyTorch that one function reads and another one sets."""
+    others = "deterministic_algorithms", *(("tf32",) if has_fp32_settings() else ())
+    for name in [name for name in dir(torch._C) if name.startswith("_set_") and not name.endswith(others)]:
+        what, sets = name.removeprefix("_set_"), getattr(torch._C, name)
+        attention = f"_get_{what.removeprefix('sdp_use_')}_sdp_enabled"
+        for reads in (f"_get_{what}", f"_is_{what}", f"_{what}", attention):
+            if hasattr(torch._C, reads):
+                yield _Entry(f"torch's {what}", getattr(torch._C, reads), partial(_set, sets))
+                break
+
+
+def _set(sets: Callable[..., object], value: Any) -> None:
+    sets(*value) if isinstance(value, tuple) else sets(value)
 
 
 def _numbers() -> Iterator[_Entry]:
     """Yield the entries for the settings of PyTorch's arithmetic."""
     yield _Entry("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype)
-    yield _Entry("torch's default device", _default_device, torch.set_default_device)
+    yield _Entry("torch's default device", lambda: devices.CURRENT_DEVICE, _set_default_device)
     yield _Entry("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled)
     yield _Entry("the number of threads", torch.get_num_threads, torch.set_num_threads)
     yield _Entry("whether denormal numbers are flushed to 0", _flushes, torch.set_flush_denormal)
+    libm: Any = ctypes.CDLL(None)
+    yield _Entry("the rounding of the processor", lambda: libm.fegetround(), lambda mode: libm.fesetround(mode))
     yield _Entry(
         "deterministic algorithms",
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
     )
-    yield _flag("filling of uninitialized memory", torch.utils.deterministic, "fill_uninitialized_memory")
     yield _Entry("the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
-    yield _flag("torch.backends.mkldnn.enabled", torch.backends.mkldnn, "enabled")
-    for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
-        if name != "allow_tf32" or not has_fp32_settings():
-            yield _flag(f"torch.backends.cudnn.{name}", torch.backends.cudnn, name)
-    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
-        yield _flag(f"torch.backends.cuda.matmul.{name}", torch.backends.cuda.matmul, name)
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        read = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
-        yield _Entry(f"{name} attention of PyTorch", read, getattr(torch.backends.cuda, f"enable_{name}_sdp"))
-    products = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    yield _Entry("the precision of FP32 products", *products)
+    yield from _settings()
     for place in FP32_SETTINGS if has_fp32_settings() else ():  # after the entries that set some of them
         yield _Entry(f"fp32_precision of {' '.join(place)}", partial(fp32_setting, place), partial(set_fp32, place))
     for kind in ("cpu", "cuda"):
         on, dtype = partial(torch.is_autocast_enabled, kind), partial(torch.get_autocast_dtype, kind)
         yield _Entry(f"autocast on {kind}", on, partial(torch.set_autocast_enabled, kind))
         yield _Entry(f"autocast's dtype on {kind}", dtype, partial(torch.set_autocast_dtype, kind))
+    yield _environment()
+    yield _Entry("what NumPy does with overflow and the like", _numpy_errors, _set_numpy_errors)
 
 
 def _surroundings() -> Iterator[_Entry]:
-    """Yield the entries for the environment of Python code."""
-    hooks = {name: held for name, held in vars(modules).items() if name.startswith("_global_") and held is not None}
-    for name, held in hooks.items():
-        if isinstance(held, MutableMapping):
-            yield _dict(f"hooks of all modules ({name.removeprefix('_global_')})", held)
-    yield _flag("whether hooks of all modules are full backward hooks", modules, "_global_is_full_backward_hook")
-    yield _environment()
+    """Yield the entries for the surroundings of Python code, which pytest and other plugins change as well."""
     yield _Entry("the current folder", os.getcwd, os.chdir, shown=False)
     yield _list("sys.path", lambda: sys.path)
+    finders = list(sys.meta_path)
+    yield _Entry(
+        "sys.meta_path",
+        lambda: [one for one in finders if one in sys.meta_path],
+        lambda before: sys.meta_path.extend(one for one in before if one not in sys.meta_path),
+        shown=False,
+    )
     yield _list("the filters of warnings", lambda: warnings.filters)  # type: ignore[arg-type, return-value]
     yield _Entry("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
-    yield _Entry("what NumPy does with overflow and the like", _numpy_errors, _set_numpy_errors)
     yield _Entry("the mask of new files", _umask, os.umask, shown=False)
-    for name in ("SIGINT", "SIGTERM"):  # without their handlers, a run cannot be ended early
-        number = getattr(signal, name)
-        yield _Entry(f"the handler of {name}", partial(signal.getsignal, number), partial(signal.signal, number), False)
+    for one in signal.Signals:
+        yield _Entry(f"the handler of {one.name}", partial(signal.getsignal, one), partial(signal.signal, one), False)
+    for name, kind in vars(resource).items():
+        if name.startswith("RLIMIT_"):
+            yield _Entry(f"the limit {name}", partial(resource.getrlimit, kind), partial(resource.setrlimit, kind))
     yield _Entry("an alarm that rings later", _has_alarm, _set_alarm, shown=False)
     yield _Entry(
         "whether Python collects garbage", gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()
@@ -424,25 +591,23 @@ def _set_alarm(is_set: bool) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _default_device() -> torch.device | None:
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
-
-
 def _flushes() -> bool:
     return bool((torch.full((), 5e-324, dtype=torch.float64, device="cpu") * 1.0).item() == 0.0)
 
 
 @functools.cache
-def _table(te: Any) -> tuple[_Entry, ...]:
-    """Return the entries that this version of PyTorch has; ``te`` is TE's package, None before it is imported."""
-    return tuple(entry for entry in (*_numbers(), *_surroundings(), *_namespaces(te)) if _is_known(entry))
+def _tables() -> tuple[tuple[_Entry, ...], tuple[_Entry, ...]]:
+    """Return the entries that this version of PyTorch has: those that numbers depend on, and the others."""
+    names = _Namespaces()
+    code = _Names("{}", names.read, names.write, told=names.told)
+    tables = (code, *_modes(), *_numbers()), tuple(_surroundings())
+    return tuple(filter(_is_known, tables[0])), tuple(filter(_is_known, tables[1]))
 
 
 def _is_known(entry: _Entry) -> bool:
     try:
         entry.read()
-    except AttributeError:
+    except (AttributeError, TypeError):
         return False
     except (OSError, RuntimeError):  # it can be read at other times
         pass
@@ -499,6 +664,61 @@ def _seed(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
+# The state of a process at one time.
+
+
+@dataclass(frozen=True)
+class State:
+    """What the entries of the table were at one time.
+
+    Attributes:
+        values: each entry with its value.
+    """
+
+    values: Sequence[tuple[_Entry, Any]]
+
+    @classmethod
+    def now(cls, everything: bool = False) -> State:
+        """Return the present state of what numbers depend on, or of everything in the table."""
+        numbers, others = _tables()
+        return cls([(entry, _value(entry)) for entry in (*numbers, *(others if everything else ()))])
+
+    def changes(self, later: State) -> list[str]:
+        """Return descriptions of what has changed until a later state."""
+        return [
+            told
+            for (entry, before), (_, now) in zip(self.values, later.values, strict=True)
+            for told in _changes(entry, before, now)
+        ]
+
+    def followed_by(self, first: State, last: State) -> State:
+        """Return this state with the changes that lead from ``first`` to ``last``."""
+        states = zip(self.values, first.values, last.values, strict=True)
+        return State([(entry, entry.merged(value, x, y)) for (entry, value), (_, x), (_, y) in states])
+
+    def restore(self) -> list[str]:
+        """Make the process as it was, and return descriptions of what could not be undone."""
+        return [told for entry, value in self.values for told in _undone(entry, value)]
+
+
+def _changes(entry: _Entry, before: Any, now: Any) -> list[str]:
+    if before is _NONE or now is _NONE:
+        return [] if before is now else [entry.name]
+    return entry.changes(before, now)
+
+
+def _undone(entry: _Entry, before: Any) -> list[str]:
+    """Undo the changes to an entry, and return descriptions of those that could not be undone."""
+    now = _value(entry)
+    if before is _NONE or not _changes(entry, before, now):
+        return []
+    try:
+        entry.undo(before, now)
+    except Exception as error:
+        return [f"{entry.name}: {type(error).__name__}"]
+    return [f"{told} stays" for told in _changes(entry, before, _value(entry))]
+
+
 # Report what a pair's code has changed.
 
 
@@ -509,20 +729,23 @@ class Disturbed:
     Attributes:
         changed: descriptions of the changes.
         kept: descriptions of changes that could not be undone.
+        whose: what made the changes.
+        undone: when they were undone, and why.
     """
 
     changed: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    whose: str = "the pair's code"
+    undone: str = (
+        "after the comparison, so that it does not affect other pairs: change such settings only for the module"
+    )
 
     @property
     def note(self) -> str:
         """Return a note on the changes, or an empty text if there were none."""
         if not self.changed:
             return ""
-        return (
-            f"the pair's code changed {', '.join(self.changed)} for the whole process; parity undid this after the "
-            "comparison, so that it does not affect other pairs: change such settings only for the module"
-        )
+        return f"{self.whose} changed {', '.join(self.changed)} for the whole process; parity undid this {self.undone}"
 
     @property
     def problem(self) -> str:
@@ -530,7 +753,7 @@ class Disturbed:
         if not self.kept:
             return ""
         return (
-            f"the pair's code made changes that cannot be undone, so later results of this process cannot be trusted: "
+            f"{self.whose} made changes that cannot be undone, so later results of this process cannot be trusted: "
             f"{', '.join(self.kept)}"
         )
 
@@ -545,8 +768,7 @@ def undisturbed(seed: int | None = None) -> Iterator[Disturbed]:
     Yields:
         The changes that had to be undone.
     """
-    table = _table(sys.modules.get("transformer_engine.pytorch"))
-    before = [(entry, _value(entry)) for entry in table]
+    before, functions = State.now(everything=True), _BUILTINS.copy()
     generators = _Generators.now()
     disturbed = Disturbed()
     if seed is not None:
@@ -554,25 +776,13 @@ def undisturbed(seed: int | None = None) -> Iterator[Disturbed]:
     try:
         yield disturbed
     finally:
-        disturbed.changed = [told for entry, value in before for told in _changes(entry, value)]
-        for entry, value in before if disturbed.changed else ():
-            disturbed.kept += _undone(entry, value)
+        # What follows calls Python's own functions, so these are restored before all else.
+        others, _ = _BUILTINS.copy(), _BUILTINS.update(functions)
+        disturbed.changed = [f"builtins.{name}" for name in functions if others.get(name) is not functions[name]]
+        disturbed.changed += before.changes(State.now(everything=True))
+        if disturbed.changed:
+            disturbed.kept += before.restore()
         disturbed.kept += generators.restore()
 
 
-def _changes(entry: _Entry, before: Any) -> list[str]:
-    now = _value(entry)
-    if before is _NONE or now is _NONE:
-        return [] if before is now else [entry.name]
-    return entry.changes(before, now)
-
-
-def _undone(entry: _Entry, before: Any) -> list[str]:
-    """Undo the changes to an entry, and return descriptions of those that could not be undone."""
-    if before is _NONE or not _changes(entry, before):
-        return []
-    try:
-        entry.undo(before, _value(entry))
-    except Exception as error:
-        return [f"{entry.name}: {type(error).__name__}"]
-    return [f"{told} stays" for told in _changes(entry, before)]
+_BUILTINS = vars(builtins)

@@ -46,15 +46,15 @@ MISCHIEFS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "torch.nn.functional.linear": (set_to(F, "linear", F.conv1d), lambda: F.linear),
     "torch.nn.Linear": (set_to(nn, "Linear", Other), lambda: nn.Linear),
-    "torch.nn.Linear.forward": (set_to(nn.Linear, "forward", nn.Identity.forward), lambda: nn.Linear.forward),
-    "torch.nn.Linear.apply": (set_to(nn.Linear, "apply", nn.Module.requires_grad_), lambda: nn.Linear.apply),
-    "torch.Tensor.__matmul__": (set_to(Tensor, "__matmul__", Tensor.__mul__), lambda: Tensor.__matmul__),
-    "te.Linear": (set_to(te, "Linear", Other), lambda: te.Linear),
+    "torch.nn.modules.linear.Linear.forward": (set_to(nn.Linear, "forward", nn.Identity.forward), lambda: nn.Linear.forward),
+    "torch.nn.modules.linear.Linear.apply": (set_to(nn.Linear, "apply", nn.Module.requires_grad_), lambda: nn.Linear.apply),
+    "torch._tensor.Tensor.__matmul__": (set_to(Tensor, "__matmul__", Tensor.__mul__), lambda: Tensor.__matmul__),
+    "transformer_engine.pytorch.Linear": (set_to(te, "Linear", Other), lambda: te.Linear),
     "deterministic algorithms": (
         lambda: torch.use_deterministic_algorithms(True, warn_only=True),
         torch.are_deterministic_algorithms_enabled,
     ),
-    "torch.backends.cudnn.benchmark": (
+    "torch's cudnn_benchmark": (
         set_to(torch.backends.cudnn, "benchmark", True),
         lambda: torch.backends.cudnn.benchmark,
     ),

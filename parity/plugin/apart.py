@@ -1,0 +1,81 @@
+"""Compare each pair in the process as it was before any test, and before another file of pairs was imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+from parity.plugin.item import ParityItem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from parity.trace.effects import State
+
+_FIRST = pytest.StashKey["State"]()
+_FILES = pytest.StashKey["dict[Path, tuple[State, set[str]]]"]()
+
+
+def begin(config: pytest.Config) -> None:
+    """Note the first state, and import what a comparison and the end of a run need, before a pair can prevent it."""
+    import parity.comparison
+    import parity.report.ci
+    import parity.report.html  # noqa: F401
+    from parity.trace.effects import State
+
+    config.stash[_FIRST], config.stash[_FILES] = State.now(), {}
+
+
+@contextmanager
+def imported(module: pytest.Module) -> Iterator[None]:
+    """Import a file of pairs in the first state. What it changes stays, for its own pairs and for other tests."""
+    if _FIRST not in module.config.stash:
+        yield
+        return
+    from parity.trace.effects import State
+
+    first, files = module.config.stash[_FIRST], module.config.stash[_FILES]
+    around, loaded = State.now(), set(sys.modules)
+    first.restore()
+    try:
+        yield
+    finally:
+        own = State.now()
+        around.followed_by(first, own).restore()
+        for other, names in list(files.values()):
+            if _reaches(vars(module).get("_obj"), names):
+                own = own.followed_by(first, other)
+        files[module.path] = own, set(sys.modules) - loaded
+
+
+def _reaches(module: ModuleType | None, names: set[str]) -> bool:
+    """Return whether a module uses one of the modules that another file was the first to import."""
+    return any(
+        (value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")) in names
+        for value in list(vars(module).values() if module else ())
+    )
+
+
+@contextmanager
+def compared(item: pytest.Item) -> Iterator[None]:
+    """Compare a pair in the state in which its file alone would have been imported, and leave the present one."""
+    if not isinstance(item, ParityItem) or item.path not in item.config.stash.get(_FILES, ()):
+        yield
+        return
+    from parity.trace.effects import Disturbed, State
+
+    own, around = item.config.stash[_FILES][item.path][0], State.now()
+    changed = own.changes(around)
+    kept = own.restore() if changed else []
+    told = [each for each in changed if not each.startswith("the environment")]
+    item.disturbed = Disturbed(told, kept, "other tests or files", "for this comparison")
+    try:
+        yield
+    finally:
+        if changed:
+            around.restore()
