@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from parity.trace.effects import State
 
-_FIRST = pytest.StashKey["State"]()
-_FILES = pytest.StashKey["dict[Path, tuple[State, set[str]]]"]()
+_FIRST: pytest.StashKey[State] = pytest.StashKey()
+_FILES: pytest.StashKey[dict[Path, tuple[State, set[str]]]] = pytest.StashKey()
 
 
 def begin(config: pytest.Config) -> None:

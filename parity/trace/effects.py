@@ -311,7 +311,7 @@ def _environment() -> _Names:
 # What modules and classes hold: functions, classes and modules, each compared by identity with what it was at first.
 
 
-# Packages that compute, with their modules, classes and tables of functions. Of Python's own library, modules count.
+# Packages that compute, with their modules, classes and tables of functions.
 _COMPUTE = ("torch", "transformer_engine", "transformer_engine_torch", "parity", "numpy", "scipy", "einops")
 # Parts of PyTorch that compile, export and measure, which no comparison in this process calls.
 _BESIDES = tuple(
@@ -321,6 +321,8 @@ _BESIDES = tuple(
         *("onnx", "package", "profiler", "testing"),
     )
 )
+# Of these packages, only the modules count. pytest exchanges functions of ``warnings`` around each test.
+_CALLED = {"pytest", "_pytest", *sys.stdlib_module_names} - {"warnings"}
 _GONE = object()
 # A dict whose version is the same has not changed. PyTorch's guards have this function, but no stable name for it.
 _version = getattr(torch._C._dynamo.guards, "dict_version", lambda held: tuple(map(id, held.values())))
@@ -346,11 +348,12 @@ class _Namespace:
         """Yield each name that has another value than at first, and the value, which is ``_GONE`` if it was deleted.
 
         A new name counts only if it hides another one: modules get submodules and lazy attributes, and libraries add
-        methods to classes, such as transformers' ``Module.smart_apply``. ``torch.Storage`` goes with the default dtype.
+        methods to classes, such as transformers' ``Module.smart_apply``. PyTorch sets ``torch.Storage`` with the
+        default dtype, and pytest sets ``sys.last_type`` after a failure.
         """
         for name in self.held | self.first:
             now, first = self.held.get(name, _GONE), self.first.get(name, _GONE)
-            if first is now or name == "Storage" or not (_is_code(now) or _is_code(first)):
+            if first is now or name in ("Storage", "last_type") or not (_is_code(now) or _is_code(first)):
                 continue
             if first is _GONE and not self._hides(name):
                 self.first[name] = now
@@ -414,8 +417,8 @@ class _Namespaces:
         """Add a namespace of a package that computes, with those that a module of it holds, or a module of Python."""
         package = name.partition(".")[0]
         computes = package in _COMPUTE and not f"{name}.".startswith(_BESIDES)
-        if id(held) in self._seen or not (computes or package in sys.stdlib_module_names - {"warnings"}):
-            return  # pytest exchanges functions of ``warnings`` around each test
+        if id(held) in self._seen or not (computes or package in _CALLED):
+            return
         self._seen[id(held)] = held
         self._all.append(_Namespace(name, owner, held, dict(held)))
         self._versions.append(_version(held))
@@ -463,6 +466,11 @@ def _leave(stack: Callable[[], Any], leave: Callable[[], object], before: Any) -
 
 def _function_modes() -> list[Any]:
     return [mode for mode in overrides._get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+
+
+def _default_device() -> torch.device | None:
+    stack = overrides._get_current_function_mode_stack()
+    return next((mode.device for mode in reversed(stack) if isinstance(mode, DeviceContext)), None)
 
 
 def _leave_dispatch_mode() -> None:
@@ -515,7 +523,7 @@ def _set(sets: Callable[..., object], value: Any) -> None:
 def _numbers() -> Iterator[_Entry]:
     """Yield the entries for the settings of PyTorch's arithmetic."""
     yield _Entry("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype)
-    yield _Entry("torch's default device", lambda: devices.CURRENT_DEVICE, _set_default_device)
+    yield _Entry("torch's default device", _default_device, _set_default_device)
     yield _Entry("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled)
     yield _Entry("the number of threads", torch.get_num_threads, torch.set_num_threads)
     yield _Entry("whether denormal numbers are flushed to 0", _flushes, torch.set_flush_denormal)
