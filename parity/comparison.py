@@ -7,7 +7,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -63,10 +63,10 @@ from parity.passes.refusals import (
 )
 from parity.result import PROBED, Result, TensorResult, as_printable
 from parity.shown import raised, said
-from parity.te import Kernels, Precision, why_unavailable
+from parity.te import PRECISIONS, Kernels, Precision, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.devices import classify
-from parity.te.state import Recomputes, own_recipes
+from parity.te.state import Recomputes, own_recipes, quantization_seen
 from parity.trace import effects
 from parity.trace.digests import checksum
 from parity.trace.effects import Disturbed, RandomState, undisturbed
@@ -335,6 +335,7 @@ def _compared(asked: Asked) -> Judged:
         tensors=_with_digests(judged.result.tensors, ran.made.tensors),
         attention=ran.made.attention,
         determinism=ran.made.determinism,
+        equals=ran.made.equals,
     )
     return dataclasses.replace(judged, result=result)
 
@@ -380,7 +381,8 @@ def _candidate_run(asked: Asked, prepared: Prepared) -> CandidateRun:
         recomputes.watch(module)
         te_modules.of(module)
 
-    with attention_backends(asked.attention) as seen, watched as te_called, recomputes.recorded():
+    looked = quantization_seen() if precision.recipe else nullcontext([""])
+    with attention_backends(asked.attention) as seen, watched as te_called, recomputes.recorded(), looked as quantized:
         candidate, unreached = run_candidate(
             *(case, checked, prepared, precision, seed, kernels, watch, ran.append, recalled)
         )
@@ -402,6 +404,7 @@ def _candidate_run(asked: Asked, prepared: Prepared) -> CandidateRun:
         recalled=recalled,
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         calls_te=checked.has_te or bool(te_called),
+        equals="" if quantized else next(name for name, each in PRECISIONS.items() if each.dtype == precision.dtype),
         left_out=left_out,
     )
 

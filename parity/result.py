@@ -343,6 +343,8 @@ class Result:
             resumed run repeats it.
         steps: the steps of a training, as far as it got; empty for a single pass.
         ranks: the ranks that computed the candidate, such as ``tp2-sp``; empty for one process.
+        equals: the precision without a recipe that this one equals, since nothing in the pass was quantized; empty if
+            something was, or if that was not watched, as in trainings and over ranks.
     """
 
     case: str
@@ -366,6 +368,7 @@ class Result:
     cut_short: bool = False
     steps: tuple[Step, ...] = ()
     ranks: str = ""
+    equals: str = ""
 
     @property
     def passed(self) -> bool:

@@ -36,6 +36,7 @@ class CandidateRun:
         recalled: the outputs of its successive calls, which show whether it keeps state.
         recomputed: a finding if the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
+        equals: the precision without a recipe that the pass equals, since nothing in it was quantized; else empty.
         left_out: the message about TE modules that hold weights and did not run; empty if all did.
         summed: noise as large as the loss of sums over micro-batches in gradients that are held in 16 bits, since the
             rounding model makes only one pass.
@@ -52,6 +53,7 @@ class CandidateRun:
     recalled: Recalled = field(default_factory=Recalled)
     recomputed: tuple[Finding, ...] = ()
     calls_te: bool = True
+    equals: str = ""
     left_out: str = ""
     summed: Tensors = field(default_factory=dict)
 

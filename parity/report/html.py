@@ -297,7 +297,7 @@ def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool, sort: int) -> 
         item=item,
         mark=MARKS[status],
         word=_WORDS[status],
-        margin=item.margin,
+        margin=f"{item.margin}{item.equals}",
         sort=sort,
         headline=failure.headline(item) if failed else worst.reason or f"margin {short(worst.margin)} at {at}",
         findings=tuple(FindingView(each, repair(each) if each.repair else None) for each in failure.findings(item)),

@@ -123,6 +123,7 @@ class Digest:
         environment: where and with which software the run was made.
         counts: how many items have each status, including items that are not kept.
         notes: how many items have each note, including items that are not kept.
+        equals: how many items equal each precision without a recipe, since nothing in them was quantized.
         uncollected: the pairs and files of which nothing was compared, by id.
         left_out: how many lines of the record could not be read.
     """
@@ -130,6 +131,7 @@ class Digest:
     environment: Environment
     counts: Counter[Status] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    equals: Counter[str] = field(default_factory=Counter)
     uncollected: dict[str, Uncollected] = field(default_factory=dict)
     left_out: int = 0
     _cells: dict[tuple[str, str, str], _Cell] = field(default_factory=dict)  # by file, case and precision
@@ -153,6 +155,7 @@ class Digest:
         together = (*earlier, *(_shown(result, self._shapes) for result in results))
         cell.items[first.item] = item = Item(tuple(sorted(together, key=lambda result: result.seed)))
         self.counts[item.status] += 1
+        self.equals[item.equals] += before is None
         self._results += len(results)
         if self._results > MOST_RESULTS + _SLACK:
             self._cut()
@@ -288,7 +291,10 @@ def verdict(run: Digest, prose: Callable[[str], str] = shown.prose) -> str:
 
 
 def _not_compared(run: Digest) -> Iterator[str]:
-    """Yield how many items, pairs and files have no numbers, for each reason."""
+    """Yield how many items have another precision's numbers, and how many items, pairs and files have none."""
+    for equals, count in run.equals.items():
+        if equals:
+            yield f"{plural(count, 'item')}{equals}, since nothing in them is quantized"
     if run.counts["skipped"]:
         at = precisions([item for item in run.items if item.status == "skipped"])
         named = f" ({', '.join(at)})" if at else ""

@@ -205,6 +205,12 @@ class Item:
         return tuple(result for result in self.results if result.status in ("failed", "error"))
 
     @property
+    def equals(self) -> str:
+        """Return `` = bf16`` if no seed's pass quantized anything, though the precision has a recipe; else nothing."""
+        found = {result.equals for result in self.results}
+        return f" = {found.pop()}" if len(found) == 1 and found != {""} else ""
+
+    @property
     def name(self) -> str:
         """The item's name, such as ``layernorm_mlp_swiglu[bf16-2x1024x512]``."""
         return self.results[0].item
@@ -302,10 +308,10 @@ def draw_matrix(items: Sequence[Item]) -> str:
 
 
 def verdict_of(item: Item) -> str:
-    """Return an item's verdict, such as ``✅ 0.43``, ``❌ 140``, ``❌ failed``, ``💥 error`` or ``–``."""
+    """Return an item's verdict, such as ``✅ 0.43``, ``✅ 0.43 = bf16``, ``❌ 140``, ``❌ failed`` or ``–``."""
     if item.status == "skipped":
         return SKIPPED
-    return f"{_SIGNS[item.status]} {item.margin or item.status}"
+    return f"{_SIGNS[item.status]} {shown.prose(f'{item.margin or item.status}{item.equals}')}"
 
 
 def _cell(items: Sequence[Item]) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from parity.numerics.aten import NO_BACKWARD
 from parity.trace.whose import is_of_te, line_running
@@ -65,7 +66,7 @@ def fresh_quantization() -> Iterator[None]:
 
 @contextmanager
 def _entering(manager: Any, look: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Show the arguments of each ``te.autocast`` that is entered in this context to a function, which may change them."""
+    """Show the arguments of each ``te.autocast`` that is entered to a function, which may change them."""
     entered = vars(manager)["autocast_enter"]
     signature = inspect.signature(entered.__func__)
 
@@ -94,21 +95,41 @@ def _refuse_without_model(given: dict[str, Any]) -> None:
         UserError: if it does; the message names the arguments.
     """
     recipe = given.get("fp8_recipe")
-    if not given.get("enabled") or not dataclasses.is_dataclass(recipe):
-        return
-    arguments = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(recipe)}
-    free = [each.name for each in dataclasses.fields(recipe) if each.default is dataclasses.MISSING]
-    usual = type(recipe)(**{name: arguments[name] for name in free})
+    arguments = getattr(recipe, "__dataclass_fields__", {}).values() if given.get("enabled") else ()
     others = [
-        f"{name}={value}"
-        for name, value in arguments.items()
-        if not _MODELLED.fullmatch(name) and value != getattr(usual, name)
+        f"{each.name}={getattr(recipe, each.name)}"
+        for each in arguments
+        if each.default not in (dataclasses.MISSING, getattr(recipe, each.name)) and not _MODELLED.fullmatch(each.name)
     ]
     if others:
         raise UserError(
-            f"{type(recipe).__name__}({', '.join(others)}), which is entered at {line_running()}, rounds in a way that no "
-            "precision of parity has, so there is nothing to judge it by; leave these arguments out to compare"
+            f"{type(recipe).__name__}({', '.join(others)}), which is entered at {line_running()}, rounds in a way that "
+            "no precision of parity has, so there is nothing to judge it by; leave these arguments out to compare"
         )
+
+
+@contextmanager
+def quantization_seen() -> Iterator[list[str]]:
+    """Yield a list that receives the name of the first of TE's kernels that gets a quantizer or a quantized tensor."""
+    found: list[str] = []
+
+    def watched(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(kernel)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kinds = (kind.__name__ for one in tree_leaves((args, kwargs)) for kind in type(one).__mro__)
+            if not found and any(name.startswith("Quantize") for name in kinds):
+                found.append(kernel.__name__)
+            return kernel(*args, **kwargs)
+
+        return call
+
+    kernels = vars(sys.modules["transformer_engine_torch"])
+    before = {name: each for name, each in kernels.items() if callable(each) and not isinstance(each, type)}
+    kernels.update({name: watched(each) for name, each in before.items()})
+    try:
+        yield found
+    finally:
+        kernels.update(before)
 
 
 def settled(

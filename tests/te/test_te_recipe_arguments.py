@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from fakes import ENVIRONMENT
+from fakes import result as item
 from torch import nn
 from transformer_engine.common.recipe import Format
 
 import parity
 from parity.cpu import cuda
 from parity.cpu.cuda import emulated
+from parity.report import html, markdown
+from parity.report.markdown import digest
+from parity.report.record import Record
 from parity.te import PRECISIONS
 from parity.te.state import fresh_quantization
 from parity.user_error import UserError
@@ -43,12 +50,11 @@ def with_another_argument(recipe: Any) -> Iterator[tuple[str, Any]]:
 def test_an_argument_whose_rounding_no_precision_has_is_refused(recipe: Any) -> None:
     refused = set()
     for name, other in with_another_argument(recipe):
-        try:
-            with emulated(cuda.BLACKWELL), fresh_quantization(), te.autocast(enabled=True, recipe=other):
+        with emulated(cuda.BLACKWELL), fresh_quantization(), suppress(UserError):
+            with te.autocast(enabled=True, recipe=other):
                 pass
-        except UserError as error:
-            assert str(error).startswith(f"{type(recipe).__name__}({name}=")
-            refused.add(name)
+            continue
+        refused.add(name)
     of_scales = {"margin", "amax_history_len", "amax_compute_algo", "reduce_amax", "scaling_factor_compute_algo"}
     assert not refused & of_scales
     asked = {name for name, _ in with_another_argument(recipe)} - of_scales
@@ -80,3 +86,50 @@ def test_a_candidate_that_enters_such_a_recipe_is_not_judged(arguments: dict[str
         result.reason.startswith("DelayedScaling(fp8_dpa=True), which is entered at test_te_recipe_arguments")
         == refused
     )
+
+
+# What FP8 does not touch is told as what it equals.
+
+
+class Norm(nn.Module):
+    """A norm with a linear layer behind it, which runs under the recipe, outside it, or not at all."""
+
+    def __init__(self, of: Any, linear: bool, enabled: bool = True) -> None:
+        super().__init__()
+        self.norm, self.enabled = of.RMSNorm(32), enabled
+        self.linear = of.Linear(32, 32, bias=False) if linear else nn.Identity()
+
+    def forward(self, x):
+        if self.enabled:
+            return self.linear(self.norm(x))
+        with te.autocast(enabled=False):
+            return self.linear(self.norm(x))
+
+
+PAIRS = {
+    "a norm alone": ((False, True), "bf16"),
+    "a linear layer in bf16": ((True, False), "bf16"),
+    "a linear layer under the recipe": ((True, True), ""),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed", "fp8_current", "fp8_block"])
+def test_a_pass_in_which_nothing_is_quantized_says_which_precision_it_equals(name: str, precision: str) -> None:
+    (linear, enabled), equals = PAIRS[name]
+    pair = parity.Pair(
+        reference=Norm(nn, linear),
+        candidate=Norm(te, linear, enabled),
+        inputs=lambda rng: rng.normal(16, 32),
+        weights={"norm.weight": "norm.weight"} | ({"linear.weight": "linear.weight"} if linear else {}),
+    )
+    (result,) = parity.compare(pair, [precision], diagnose=False)
+    assert result.equals == ("" if precision == "bf16" else equals)
+
+
+def test_the_report_says_so_in_the_cell_and_counts_it() -> None:
+    run = digest(Record(ENVIRONMENT, (item("norm", "fp8_current", equals="bf16"), item("mlp", "fp8_current"))))
+    assert markdown.verdict(run).startswith("✅ 2 of 2 items passed, worst margin 0.43 at")
+    assert "; 1 item = bf16, since nothing in them is quantized; " in markdown.verdict(run)
+    assert "| ✅ 0.43 = bf16 |" in re.sub(" +", " ", markdown.draw(run, "x"))
+    assert "</span> 0.43 = bf16</a>" in html.draw_with("", run, "x")
