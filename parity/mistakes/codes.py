@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from parity.result import NO_CODE, Code, Finding
 
 _TITLES = {
@@ -138,29 +136,7 @@ CODES = {title: code for code, titles in _TITLES.items() for title in titles}
 """The code of each title."""
 
 
-Need = Literal[
-    "nothing",
-    "attention",
-    "rotations",
-    "norms",
-    "gated units",
-    "experts",
-    "lookups",
-    "labels",
-    "log-probabilities",
-    "few outputs",
-    "an optimizer",
-    "gradients",
-    "masked tokens",
-    "decoding",
-    "FP8",
-    "FP32",
-    "a training",
-    "ranks",
-]
-"""What a model or a run must have for a finding to be told; ``parity.search.subject`` measures whether it does."""
-
-_TITLES_BY_NEED: dict[Need, str] = {
+_TITLES_BY_NEED = {
     "nothing": "not-finite golden-not-finite precision-overflows no-gradient ill-conditioned stacked-in-another-order "
     "weight-transposed parameters-exchanged layers-permuted layer-repeated weight-not-copied weights-not-as-mapped "
     "buffer-not-copied activation norm-missing softcap residual-placement parallel-block bias-dropped bias-added-twice "
@@ -195,8 +171,8 @@ _TITLES_BY_NEED: dict[Need, str] = {
     "ranks-drop-differently stages tied-over-stages",
 }
 
-NEEDS: dict[str, Need] = {title: need for need, titles in _TITLES_BY_NEED.items() for title in titles.split()}
-"""What a model or a run must have for a finding with this title to be told."""
+NEEDS = {title: need for need, titles in _TITLES_BY_NEED.items() for title in titles.split()}
+"""What a model or a run must have for a finding with this title to be told, as ``parity.search.subject`` measures."""
 
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

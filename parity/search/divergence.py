@@ -822,10 +822,9 @@ def _places(failure: Failure, result: TensorResult) -> Iterator[str]:
 
 def _ranges(chosen: Tensor) -> str:
     """Return where a boolean vector is true: ``3 to 7, 12``."""
-    indices = chosen.nonzero().flatten().tolist()
-    starts = [i for i in indices if i - 1 not in indices]
-    ends = [i for i in indices if i + 1 not in indices]
-    runs = [f"{a} to {b}" if b > a else f"{a}" for a, b in zip(starts, ends, strict=True)]
+    edges = nn.functional.pad(chosen.int(), (1, 1)).diff()
+    ends = zip((edges > 0).nonzero().flatten().tolist(), (edges < 0).nonzero().flatten().tolist(), strict=True)
+    runs = [f"{first} to {last - 1}" if last - first > 1 else f"{first}" for first, last in ends]
     return f"{', '.join(runs[:_MOST_RIGHT])}{_beyond(runs)}"
 
 
@@ -835,22 +834,13 @@ def _beyond(named: Sequence[str]) -> str:
 
 
 def _concentrated(share: Tensor) -> str | None:
-    """Return the indices with most of the error, if they are few: ``0 (95% of it)`` or ``120 to 127 (91% of it)``."""
-    size = len(share)
+    """Return the indices with most of the error, if they are few: ``0 (95% of it, of 16)``."""
     order = share.argsort(descending=True)
     count = int((share[order].cumsum(0) < _MOSTLY).sum()) + 1
-    if count > max(1, int(_SMALL * size)):
+    if count > max(1, int(_SMALL * len(share))):
         return None
-    chosen = order[:count].sort().values
-    first, last = int(chosen[0]), int(chosen[-1])
-    held = f"({float(share[chosen].sum()):.0%} of it, of {size})"
-    if count == 1:
-        return f"{first} {held}"
-    if last - first + 1 <= max(count + 1, int(1.25 * count)):
-        return f"{first} to {last} {held}"
-    if count <= 6:
-        return f"{', '.join(str(int(i)) for i in chosen)} {held}"
-    return f"{count} of them, among {first} to {last} {held}" if last - first + 1 <= _SMALL * size else None
+    chosen = torch.zeros_like(share).index_fill(0, order[:count], 1.0)
+    return f"{_ranges(chosen)} ({float(share @ chosen):.0%} of it, of {len(share)})"
 
 
 def _periodic(share: Tensor) -> str | None:

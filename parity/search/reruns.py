@@ -255,7 +255,7 @@ def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
 
     The candidate runs again, with output gradients that are zero there, only if the other rows are right already.
     """
-    for name, kept in _kept_rows(failure):
+    for name, kept in kept_rows(failure):
         if all(_is_nearly_right(failure, output, rows) for output, rows in kept.items()) and _agrees(failure, kept):
             yield repairable(
                 "hidden-rows",
@@ -269,7 +269,7 @@ def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
 
 def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
     """Yield a finding if most of an unexplained error is in rows that an input hides, so that the rest hardly shows."""
-    for name, kept in _kept_rows(failure):
+    for name, kept in kept_rows(failure):
         shares = [_share_outside(failure, output, rows) for output, rows in kept.items()]
         if shares and min(shares) > _MOST and all(_tells(failure, output, rows) for output, rows in kept.items()):
             yield repairable(
@@ -288,52 +288,45 @@ def _zeroed(failure: Failure, name: str) -> str:
     return f"output * keep[..., None], where keep is 0 for the tokens that {name} {shape} masks and 1 for the others"
 
 
-def _kept_rows(failure: Failure) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def kept_rows(failure: Failure) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each input that hides rows of a failed output, with boolean masks of the rows of outputs that it keeps.
 
     An input hides rows only if an attention of TE's leaves these rows zero: other inputs may look like a mask.
-    """
-    outputs = {one.name: failure.golden["output", one.name] for one in failure.outputs}
-    failed = [one.name for one in failure.outputs if not one.passed]
-    looks_like_masks = [
-        (name, hidden)
-        for name, x in named_inputs(failure.prepared.inputs, failure.prepared.input_names).items()
-        for hidden in _hidden(x, outputs)
-    ]
-    left_out = rows_left_out(failure) if looks_like_masks else []
-    for name, hidden in looks_like_masks:
-        kept = {output: rows for output, y in outputs.items() if (rows := _rows(~hidden, y)) is not None}
-        if any(output in kept for output in failed) and any(_are_among(hidden, rows) for rows in left_out):
-            yield name, kept
-
-
-def rows_left_out(failure: Failure) -> list[Tensor]:
-    """Run the candidate again, and return where each attention of TE's leaves rows zero: boolean, without channels.
 
     Raises:
         OutOfTime: if the limit of real time is reached.
     """
-    found: list[Tensor] = []
+    outputs = {one.name: failure.golden["output", one.name] for one in failure.outputs}
+    failed = [one.name for one in failure.outputs if not one.passed]
+    for name, x in named_inputs(failure.prepared.inputs, failure.prepared.input_names).items():
+        for hidden in _hidden(x, outputs):
+            kept = {output: rows for output, y in outputs.items() if (rows := _rows(~hidden, y)) is not None}
+            if any(output in kept for output in failed) and _is_left_out(failure, hidden):
+                yield name, kept
 
-    def keep(module: nn.Module, args: Any, result: Any) -> None:
-        x = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        found.append(~x.any(-1))
+
+def _is_left_out(failure: Failure, hidden: Tensor) -> bool:
+    """Run the candidate again, and return whether an attention of TE's leaves the rows of all hidden tokens zero.
+
+    Args:
+        failure: the failed comparison.
+        hidden: the tokens, ``[batch, seq]`` or ``[tokens]``; the attention's may be in another layout.
+    """
+    found: list[bool] = []
+
+    def look(module: nn.Module, args: Any, result: Any) -> None:
+        rows = ~tree_leaves(result)[0].any(-1)
+        if rows.numel() % hidden.numel() == 0:
+            layouts = (rows, rows.mT) if rows.dim() == 2 else (rows,)
+            found.extend(bool(one.reshape(-1, *hidden.shape)[:, hidden].all()) for one in layouts)
 
     def watch(module: nn.Module) -> None:
         for one in module.modules():
             if type(one).__name__ == "DotProductAttention" and is_of_te(type(one)):
-                one.register_forward_hook(keep)
+                one.register_forward_hook(look)
 
     failure.rerun(watch)
-    return [rows for rows in found if rows.any()]
-
-
-def _are_among(hidden: Tensor, rows: Tensor) -> bool:
-    """Return whether all hidden tokens, ``[batch, seq]`` or ``[tokens]``, are among rows in any layout of these."""
-    if rows.numel() % hidden.numel():
-        return False
-    layouts = (rows, rows.mT) if rows.dim() == 2 else (rows,)
-    return any(bool(one.reshape(-1, *hidden.shape)[:, hidden].all()) for one in layouts)
+    return any(found)
 
 
 def _hidden(x: Tensor, outputs: dict[str, Tensor]) -> Iterator[Tensor]:

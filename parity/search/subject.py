@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from parity.mistakes.activations import gated_units
 from parity.mistakes.attention import attentions
-from parity.mistakes.codes import Need
 from parity.mistakes.lookups import lookups
 from parity.mistakes.losses import cross_entropies, log_softmaxes
 from parity.mistakes.mixture import routers
 from parity.mistakes.norms import norms
 from parity.mistakes.optimizers import optimizers_of
-from parity.mistakes.packed import packed_attentions
 from parity.mistakes.rotation import rotations
 from parity.search.failure import Failure, few_outputs
-from parity.search.reruns import rows_left_out
+from parity.search.reruns import kept_rows
 from parity.trace.trace import Trace
 
-_RECOGNISED: Mapping[Need, Sequence[Callable[[Trace], Sequence[object]]]] = {
-    "attention": (attentions, packed_attentions),
+_RECOGNISED: dict[str, Sequence[Callable[[Trace], object]]] = {
+    "attention": (attentions,),
     "rotations": (rotations,),
     "norms": (norms,),
     "gated units": (gated_units,),
@@ -33,8 +31,12 @@ _RECOGNISED: Mapping[Need, Sequence[Callable[[Trace], Sequence[object]]]] = {
 }
 
 
-def has(failure: Failure, need: Need) -> bool:
+def has(failure: Failure, need: str) -> bool:
     """Return whether the model of a failed pass, or the pass itself, has what a finding needs to be told.
+
+    Args:
+        failure: the failed comparison.
+        need: one of the values of ``parity.mistakes.codes.NEEDS``.
 
     Raises:
         OutOfTime: if the candidate has to run again for that, and the limit of real time is reached.
@@ -51,5 +53,5 @@ def has(failure: Failure, need: Need) -> bool:
         case "few outputs":
             return few_outputs(failure)
         case "masked tokens":
-            return bool(rows_left_out(failure))
+            return any(True for _ in kept_rows(failure))
     return need == "nothing"  # one pass in one process is no training, and has no ranks
