@@ -730,7 +730,7 @@ def where_the_error_is(failure: Failure, untried: int = 0) -> Iterator[Finding]:
         untried: how many known mistakes the search's budget did not last for.
     """
     clock = failure.prepared.clock
-    known = "known mistake that was tried" if clock.ended or untried else "known mistake"
+    known = "known mistake that was tried" if clock.ended or untried or failure.broken else "known mistake"
     failed = [result for result in failure.results if not result.passed and result.finite]
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
     # A single number, such as a loss, may be right by chance.

@@ -8,7 +8,7 @@ import torch
 
 from parity.mistakes.activations import gated_units
 from parity.mistakes.attention import attentions
-from parity.mistakes.lookups import lookups
+from parity.mistakes.lookups import additions, lookups
 from parity.mistakes.losses import cross_entropies, log_softmaxes
 from parity.mistakes.mixture import routers
 from parity.mistakes.norms import norms
@@ -24,7 +24,7 @@ _RECOGNISED: dict[str, Sequence[Callable[[Trace], object]]] = {
     "norms": (norms,),
     "gated units": (gated_units,),
     "experts": (routers,),
-    "lookups": (lookups,),
+    "lookups": (lookups, additions),
     "labels": (cross_entropies, log_softmaxes),
     "log-probabilities": (log_softmaxes,),
     "an optimizer": (optimizers_of, lambda trace: trace.clips),
@@ -51,7 +51,7 @@ def has(failure: Failure, need: str) -> bool:
         case "gradients" | "decoding":
             return failure.prepared.evaluation == (need == "decoding")
         case "few outputs":
-            return few_outputs(failure)
+            return few_outputs(failure) or any(one.numel == 1 for one in failure.outputs)
         case "masked tokens":
             return any(True for _ in kept_rows(failure))
     return need == "nothing"  # one pass in one process is no training, and has no ranks
