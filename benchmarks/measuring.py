@@ -24,6 +24,10 @@ from typing import Any
 from tabulate import tabulate
 
 RESULTS = Path(__file__).with_name("results")
+_OF_COMMITS = (
+    "Each figure is of the commit and the machine that its section names. `python scripts/stale_reports.py` lists "
+    "which code has changed since. That an aim was kept then does not say that it is kept now."
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def machine(threads: int | None = None, kernels: str = "") -> dict[str, Any]:
         threads: PyTorch's number of threads, if it computes in this process.
         kernels: ``gpu`` or ``cpu``, if TE computes.
     """
-    from parity.report.environment import cpu_model, version
+    from parity.report.environment import at_commit, cpu_model, version
 
     return {
         "processor": cpu_model(),
@@ -128,6 +132,7 @@ def machine(threads: int | None = None, kernels: str = "") -> dict[str, Any]:
         "transformer_engine": version("transformer-engine"),
         "torch": metadata.version("torch"),
         "python": sys.version.split()[0],
+        "commit": at_commit().removeprefix(" at commit "),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "load": round(os.getloadavg()[0], 1),
     }
@@ -145,7 +150,7 @@ def page(folder: Path) -> str:
         rows, ["benchmark", "what", "measured", "aim", "kept"], tablefmt="github", disable_numparse=True
     )
     sections = [f"## {name.replace('_', '-')}\n\n{_section(result)}" for name, result in results.items()]
-    return "\n\n".join(["# Results of the benchmarks", overview, *sections]) + "\n"
+    return "\n\n".join(["# Results of the benchmarks", _OF_COMMITS, overview, *sections]) + "\n"
 
 
 def median(values: Sequence[float]) -> float:
@@ -164,6 +169,7 @@ def _section(result: dict[str, Any]) -> str:
         f"torch {machine['torch']}",
         f"Python {machine['python']}",
         machine["date"],
+        f"commit {machine['commit']}" if machine.get("commit") else "",
         f"load {machine['load']} at the end",
     ]
     figures = [f"- {m.what}: **{_shown(m)}** (aim: {_limit(m) or 'none'})" for m in _measures(result)]

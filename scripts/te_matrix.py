@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from parity.report.environment import made_by
 from parity.report.numbers import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,7 +166,7 @@ def draw(runs: Runs) -> str:
         "\n\n".join(
             (
                 "# The CPU kernels on versions of TransformerEngine",
-                f"Made by `make te-matrix` ({machine}). Passed / failed / skipped tests:",
+                f"{made_by('make te-matrix')} {machine}. Passed / failed / skipped tests:",
                 markdown_table(rows, ["TE", *GROUPS]),
                 *section("Skipped", skips(runs), ["why", *runs]),
                 *section("Failed", failures(runs), ["TE", "test", "what is wrong"]),

@@ -24,13 +24,14 @@ import mishaps
 
 from parity.lab import torture
 from parity.machine import files
+from parity.report.environment import made_by
 from parity.report.numbers import markdown_table
 
 _HEAD = """\
 # Torture
 
 What runs, records and readers made of kills, damaged files, misbehaving cases and many results; [what this
-guarantees](../docs/reliability.md). Made by `make torture` on a CPU, with emulated kernels."""
+guarantees](../docs/reliability.md). On a CPU, with emulated kernels."""
 
 
 def _of_kills(count: int, real: int, seed: int, folder: Path) -> Iterator[str]:
@@ -138,7 +139,7 @@ def main() -> int:
             "soak": lambda: _of_soak(asked.results, folder / "soak"),
         }
         sections = [text for part in only for text in parts[part]()]
-    files.replace(asked.out, "\n\n".join([_HEAD, *sections]) + "\n")
+    files.replace(asked.out, "\n\n".join([_HEAD, *sections, made_by("make torture")]) + "\n")
     print(f"report: {asked.out}")
     return int(any(text.startswith("- **") for text in sections))
 

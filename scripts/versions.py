@@ -26,12 +26,14 @@ from zipfile import ZipFile
 import check_package
 from packaging.requirements import Requirement
 
+from parity.report.environment import made_by
 from parity.report.numbers import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 KINDS = ("newest", "oldest")
-# Pinned to CI's versions, since a machine may have its own. `make te-matrix` tries versions of TransformerEngine.
+# Pinned to the versions of `constraints.txt`, since a machine may have its own. `make te-matrix` tries versions of
+# TransformerEngine.
 PINNED = ("torch", "transformer-engine")
 CASES = ("cases", "-q", "-p", "no:cacheprovider", "--parity-backend=cpu", "--parity-seeds=1")
 
@@ -76,7 +78,7 @@ def requirements(wheel: Path) -> list[Requirement]:
 
 
 def pins() -> list[str]:
-    """Return the lines of CI's constraints that pin PyTorch and TransformerEngine."""
+    """Return the lines of ``constraints.txt`` that pin PyTorch and TransformerEngine."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.partition("==")[0] in PINNED]
 
@@ -153,9 +155,10 @@ def draw(tried: Sequence[Tried], wheel: Path) -> str:
     failed = [f"### Python {one.python}, {one.dependencies}\n\n```\n{one.wrong}\n```" for one in tried if one.wrong]
     parts = [
         "# Python's versions, and the oldest dependencies",
-        "Made by `make versions`. *newest*: what pip takes by itself. *oldest*: the lowest versions that the package "
-        f"admits and that Python has wheels for. Both with {' and '.join(pins())}, as CI has them. *the package*: the "
-        "wheel, installed, told a right port from a wrong one in a folder of its own, and `parity doctor` answered. "
+        f"{made_by('make versions')} *newest*: what pip takes by itself. *oldest*: the lowest versions that the "
+        f"package admits and that Python has wheels for. Both with {' and '.join(pins())}, as `constraints.txt` has "
+        "them. *the package*: the wheel, installed, told a right port from a wrong one in a folder of its own, and "
+        "`parity doctor` answered. "
         "*cases*: what pytest says of the built-in ones on the CPU kernels, one seed. What is empty was not tried: "
         "where torch was left out, since that machine's pip has only builds for CUDA, nothing was compared.",
         markdown_table(rows, ["Python", "dependencies", "torch", "the package", "cases", "failed"]),

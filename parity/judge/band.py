@@ -34,8 +34,8 @@ DRAWN = 6
 """The default number of trainings of the reference for a band."""
 # The probability that a right training leaves its band somewhere, if its errors are normal and as large as the model's.
 _LEAVES = 0.05
-_HALF_ULP = torch.finfo(torch.float32).eps / 2
-_OPERATIONS = 10
+_HALF_ULP = torch.finfo(torch.float32).eps / 2  # what an operation in FP32 rounds by, at most
+_OPERATIONS = 10  # of an optimizer's step, about
 
 
 @dataclass(frozen=True)

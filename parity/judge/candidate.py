@@ -125,7 +125,7 @@ _WITHOUT_PARAMETERS = (
 _KERNELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # parity's own kernels too: TE calls them
 _MARK = "_parity_name"  # the attribute for a module's name in the candidate, which copies of the module keep
 _COPIES = ("clone", "copy_", "detach", "alias", "zero_")  # functions that compute nothing from a weight
-_MOST_TOLD = 4
+_MOST_TOLD = 4  # names in a message
 
 Rerun = Callable[[Callable[[nn.Module], None]], object]
 """Runs the candidate again, after a change to its newly built module."""

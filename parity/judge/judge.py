@@ -49,6 +49,7 @@ _TOO_MUCH = 2.0
 # The model may be off by this share of the change in each element: instructions may add fewer products at a time, or
 # promote sums at other lengths.
 _UNSURE = 0.25
+# Fewer elements tell neither whether kernels lean nor the change from the model's own error.
 _FEWEST_ELEMENTS = 32
 # A kernel leans in a whole product. So unless some tensor contains much of the change, tensors contain it only by
 # chance, for example because a mistake happens to lean the same way. If only one of several successive products leans,
@@ -140,8 +141,8 @@ def _contained(error: Tensor, base: Tensor, change: Tensor) -> float:
 # The verdicts: every statistic of every tensor is compared with its limit.
 
 
+# A gradient whose root mean square is below this share of the largest is the FP64 residue of terms that cancel.
 _VANISHING = 1e-12
-"""A gradient whose root mean square is below this share of the largest is the FP64 residue of terms that cancel."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _law(group: Sequence[Growth]) -> Law | None:
 def allowed(
     kernels: Kernels, precision: str, statistic: str, elements: int, compared: int, table: Table | None = None
 ) -> float:
-    """Return the growth that right kernels exceed once in 1,000 comparisons of this many statistics.
+    """Return the growth that right kernels exceed, by its law, once in 1,000 comparisons of this many statistics.
 
     However similar kernels are, the norm of independent rounding errors scatters by ``1 / sqrt(2 n)`` of itself, and
     the ratio of two norms by ``1 / sqrt(n)``. So a law that is measured on large tensors is widened by this for small

@@ -55,8 +55,8 @@ from parity.trace.trace import optimizers_recorded
 
 
 BY_CHANCE = "within what rounding alone can cause by chance"
-LOOKS = 8
-# Half of them run as each kind of kernel.
+LOOKS = 8  # runs with jitter
+# Runs whose roundings are drawn. Half of them run as each kind of kernel.
 DRAWS = 16
 # Jitter never multiplies an error by this much: it moves single values, whose share of a tensor's error is expected.
 HOPELESS_MARGIN = 10.0

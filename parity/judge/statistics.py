@@ -322,10 +322,13 @@ SMALLEST_SLICE = 32
 _PRIOR_ELEMENTS = 8
 # A slice whose root mean square is below this share of the largest is only the FP64 residue of terms that cancel.
 _VANISHING = 1e-12
-# The worst slices of faithful ports stay below this. Above it, the number of elements that make up an error is counted.
+# Above this, the number of elements that make up an error is counted, which takes time. The worst slices of faithful
+# ports' outputs stay below, those of their gradients do not always (``reports/calibration.md``).
 _USUAL = 1.5
-# The probability of less than three standard deviations, and the degrees of freedom beyond which chance does not count.
-_CHANCE = float(special.ndtr(3.0))
+# What lies within this many standard deviations may be chance.
+_BY_CHANCE = 3.0
+_CHANCE = float(special.ndtr(_BY_CHANCE))
+# With more degrees of freedom than this, chance does not count.
 _MOST_FREEDOM = 1e4
 # For runs of the model with jitter, which are not drawn. Fewer do not show how the error of few elements scatters. Nor
 # do runs whose error scatters like that of more independent errors than this many times the number of elements.
@@ -467,7 +470,7 @@ def _chance(count: Count) -> Count:
 
     The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
     """
-    return 1.0 + 3.0 / count**0.5
+    return 1.0 + _BY_CHANCE / count**0.5
 
 
 def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:

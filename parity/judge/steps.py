@@ -26,8 +26,8 @@ from parity.te.state import Kept
 from parity.user_error import UserError
 
 # An optimizer that computes in FP32 rounds each of about ten operations to 6e-8, and TE's FusedAdam holds betas in
-# FP32, which moves 1 - 0.999 by 5e-5 of itself. A share of 1e-3 is larger than all that, and smaller than the effect of
-# any changed setting.
+# FP32, which moves 1 - 0.999 by 5e-5 of itself. A share of 1e-3 is larger than all that. A setting that changes a step
+# by less is not seen; ``reports/judge_constants.md`` has settings that change it by hardly more.
 ARITHMETIC = 1e-3
 # About ten roundings to FP32, as many as there are in an optimizer's sum of its average and its gradient.
 _ROUNDINGS = 10 * torch.finfo(torch.float32).eps

@@ -44,7 +44,7 @@ from parity.judge.limits import (
 )
 from parity.judge.second_look import kinks_moved
 from parity.lab import right_ports
-from parity.lab.record import made
+from parity.lab.record import made, write_sections
 from parity.lab.right_ports import drawn
 from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
@@ -426,10 +426,10 @@ _INTRODUCTION = f"""\
 How far faithful ports stray from the rounding model, by statistic (`parity/judge/statistics.py`), kind of tensor and
 precision. A port is the reference itself with the freedom of a kernel drawn at random (what it stores, into how many
 parts it splits a sum), or a TransformerEngine module of the cases. `center` and `spread` are those of the ratio's
-logarithm, or of the signed statistic; the limit is what a faithful port exceeds with probability
-{FALSE_ALARMS_A_RUN:g} / {STATISTICS_A_RUN:,}, so that a whole run of the default suite raises a false alarm less often
-than once in {1 / FALSE_ALARMS_A_RUN:,.0f} runs. [docs/statistics.md](../docs/statistics.md) explains it from the
-start."""
+logarithm, or of the signed statistic; the limit is what a faithful port would exceed with probability
+{FALSE_ALARMS_A_RUN:g} / {STATISTICS_A_RUN:,} if the law held so far out. That aims at a false alarm in one of
+{1 / FALSE_ALARMS_A_RUN:,.0f} runs of the default suite, and is an extrapolation: what was counted is in
+[false_alarms.md](false_alarms.md). [docs/statistics.md](../docs/statistics.md) explains it from the start."""
 
 _FIT = """\
 Each measured value as standard deviations from its law's center, with the spread that the limit uses, against the
@@ -448,7 +448,7 @@ def write_report(table: Table, measured: Measured, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _plot(table, measured.samples).savefig(path.with_suffix(".png"), dpi=110)
-    path.write_text("\n\n".join(_sections(table, measured, path)) + "\n", encoding="utf-8")
+    write_sections(path, _sections(table, measured, path), "parity calibrate")
 
 
 def _sections(table: Table, measured: Measured, path: Path) -> Iterator[str]:
@@ -466,7 +466,6 @@ def _sections(table: Table, measured: Measured, path: Path) -> Iterator[str]:
     yield f"Of {len(samples):,} values, {beyond} lie beyond their limit."
     yield "## Laws"
     yield _laws(table)
-    yield "Made by `parity calibrate`."
 
 
 def _provenance_table(provenance: Mapping[str, Mapping[str, object]]) -> str:

@@ -20,7 +20,7 @@ from parity.case.validate import check_case
 from parity.comparison import compare_at
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, packaged
 from parity.lab import right_ports
-from parity.lab.record import Campaign, made
+from parity.lab.record import Campaign, made, write_sections
 from parity.lab.right_ports import DRAWN_MODELS, drawn
 from parity.machine import files
 from parity.report import environment
@@ -180,10 +180,11 @@ cases' own sizes, which calibration knows, and at sizes drawn for each seed, whi
 160 tokens, 1 to 8 heads, widths up to 384; multiples of 32 under a recipe). Models are drawn, too, which calibration
 has never seen: chains of up to four TE modules with plain lines of PyTorch between them, often followed by a
 loss (`parity/lab/right_ports.py`). Every rejection is a false alarm. A *check* is one tensor of one
-port; each is judged by several statistics. The limits are set so that a statistic of a right port
-is beyond its own with a probability of {FALSE_ALARMS_A_RUN / STATISTICS_A_RUN:.0e}. The last column is an upper
-bound: with {CONFIDENCE:.0%} confidence, a check raises a false alarm at most this often (Clopper and Pearson,
-Biometrika 26(4), 1934)."""
+port; each is judged by several statistics. The limits aim at a statistic of a right port beyond its own with a
+probability of {FALSE_ALARMS_A_RUN / STATISTICS_A_RUN:.0e}, which is an extrapolation that no count of this size can
+test. What the count does show is in the two columns *at most*: with {CONFIDENCE:.0%} confidence, a port, or a check, is
+rejected no more often (Clopper and Pearson, Biometrika 26(4), 1934). It holds for ports like these; and checks of one
+port often fail together, so the bound on ports says more."""
 _PLOT = """\
 For each statistic, the share of ports whose largest margin lies above a value; a limit is a margin of 1. A tail that
 falls steeply before 1 has room; one that is flat there would raise an alarm with more ports."""
@@ -195,7 +196,7 @@ def write_report(outcomes: Outcomes, backend: str, path: Path) -> None:
     """Write the report, and its plot beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _plot(outcomes).savefig(path.with_suffix(".png"), dpi=110)
-    path.write_text("\n\n".join(_sections(outcomes, backend, path)) + "\n", encoding="utf-8")
+    write_sections(path, _sections(outcomes, backend, path), "parity false-alarms")
 
 
 def upper_bound(alarms: int, checks: int) -> float:
@@ -223,7 +224,6 @@ def _sections(outcomes: Outcomes, backend: str, path: Path) -> Iterator[str]:
     if unjudged:
         yield "## Ports without a verdict"
         yield unjudged
-    yield "Made by `parity false-alarms`."
 
 
 def _fitted() -> str:
@@ -243,6 +243,7 @@ def _table(outcomes: Outcomes) -> str:
     rows = []
     for precision, judged in _by_precision(outcomes).items():
         checks = sum(outcome.tensors for _, outcome in judged)
+        rejected = sum(outcome.status == "failed" for _, outcome in judged)
         alarmed = sum(len({alarm.split(":")[0] for alarm in outcome.alarms}) for _, outcome in judged)
         rows.append(
             [
@@ -252,7 +253,8 @@ def _table(outcomes: Outcomes) -> str:
                 f"{sum(port.file == DRAWN_MODELS for port, _ in judged):,}",
                 f"{checks:,}",
                 f"{sum(outcome.statistics for _, outcome in judged):,}",
-                sum(outcome.status == "failed" for _, outcome in judged),
+                rejected,
+                f"{upper_bound(rejected, len(judged)):.1e}",
                 alarmed,
                 f"{upper_bound(alarmed, checks):.1e}",
             ]
@@ -265,6 +267,7 @@ def _table(outcomes: Outcomes) -> str:
         "checks",
         "statistics",
         "ports rejected",
+        "at most",
         "checks rejected",
         "at most",
     ]

@@ -30,7 +30,7 @@ from parity.machine import files
 from parity.machine.process import processes
 from parity.progress import followed
 from parity.reading import LeftOut, NotReadableError
-from parity.report.environment import cpu_model, gpu_name
+from parity.report.environment import cpu_model, gpu_name, made_by
 
 # A number that a record keeps with four digits, and NaN as null.
 FourDigits = Annotated[
@@ -241,6 +241,13 @@ def _path(name: str) -> Path | None:
     except ModuleNotFoundError:  # a name inside of a module
         return None
     return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def write_sections(path: Path, sections: Iterable[str], command: str) -> Path:
+    """Write the sections of a report, then the command and the commit that made it, and return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join([*sections, made_by(command)]) + "\n", encoding="utf-8")
+    return path
 
 
 # Reading and adding lines. A line that an interruption cut short is left out.

@@ -208,8 +208,8 @@ def _is_along_last(result: Tensor, softmax: Any, args: tuple[Any, ...]) -> bool:
 
 # The rounding model of a faithful port, which is plain PyTorch in FP32 with the roundings of a precision.
 #
-# The model runs the reference itself under a dispatch mode, so it knows nothing of TE and shares no code with the
-# kernels that it judges (``parity.cpu``). It rounds:
+# The model runs the reference itself under a dispatch mode, so it knows nothing of TE and shares no arithmetic with the
+# kernels that it judges (``parity.cpu``), only the names of their options. It rounds:
 #
 # * both operands of every linear layer's GEMM, forward and backward, to the precision's formats: TF32 for FP32
 #   (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), or the formats to

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -194,7 +196,7 @@ def measure(
         transformer_engine=version("transformer-engine") or "not installed",
         cuda=(torch.version.cuda or "") if gpu else "",
         cudnn=str(torch.backends.cudnn.version() or "") if gpu else "",
-        parity=version(distribution("parity")) or "not installed",
+        parity=(version(distribution("parity")) or "not installed") + at_commit(),
         seeds=tuple(seeds),
         items=items,
         cublas=cublas_version() if gpu else "",
@@ -279,6 +281,23 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def at_commit() -> str:
+    """Return `` at commit`` and that of the checkout that parity runs from, and whether files differ; else empty."""
+    root = str(Path(__file__).parents[2])
+    asked = "git", "-C", root, "describe", "--always", "--exclude=*", "--dirty= with changes"
+    with suppress(OSError):  # no git
+        if Path(root, ".git").exists():  # a repository around an installed package is not parity's
+            said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+            return said and f" at commit {said}"
+    return ""
+
+
+def made_by(command: str) -> str:
+    """Return the last line of a report: the command that made it and, in a checkout, at which commit."""
+    return f"Made by `{command}`{at_commit()}."
 
 
 def distribution(package: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from parity.lab.nvidia_tests import checkout, measure
 from parity.lab.nvidia_tests.measure import Collected, Limits, Outcome
 from parity.lab.record import Campaign
+from parity.report.environment import made_by
 from parity.report.numbers import markdown_table
 
 
@@ -83,6 +84,10 @@ def run(
 
 _COLUMNS = ("passed", "failed", "skipped", "beyond")
 _UNEXPLAINED = "not explained"
+_NO_REAL = (
+    "## On a real GPU\n\nThis run was given no outcomes of a real GPU (`--on-gpu`), so it says nothing about one. "
+    "[What an H100 said](h100/README.md) of some of these tests is told there."
+)
 _DRAWN = (
     "{} tests were drawn: one from each file, and more in proportion to its number of tests. If TE's tests skip a "
     "test, the file's next one is run instead. "
@@ -176,7 +181,7 @@ def draw(
     ]
     sections = [
         "# NVIDIA's own tests on the CPU kernels",
-        f"Made by `make nvidia-tests` with NVIDIA's tests of commit {version}, TransformerEngine "
+        f"NVIDIA's tests of commit {version} with TransformerEngine "
         f"{metadata.version('transformer_engine')} and torch {metadata.version('torch')}, on emulated GPUs. "
         f"{_DRAWN.format(sample) if sample else ''}*Runnable* tests are those that passed or failed. The share of "
         "all tests weights each file by its number of tests. PyTorch's own products of FP32 tensors were rounded to "
@@ -198,8 +203,14 @@ def draw(
             ("GPU", "test", "what it said after the others"),
             3,
         ),
-        *_section("Run on a real GPU as well", _counted(both), ("GPU", "emulated", "real", "tests"), 3),
-        *_section("Failures on a real GPU", _counted(wrong_there), ("GPU", "tests of", "failed on the real one"), 2),
+        *(
+            (
+                *_section("Run on a real GPU as well", _counted(both), ("GPU", "emulated", "real", "tests"), 3),
+                *_section("Failures on a real GPU", _counted(wrong_there), ("GPU", "tests of", "failed there"), 2),
+            )
+            if real
+            else (_NO_REAL,)
+        ),
         *_section("Skipped by TE's tests", _counted(skipped), ("GPU", "reason", "tests"), 2),
         *_section("Deselected: what no CPU can run", _counted(left), ("GPU", "reason", "tests"), 2),
         *_section(
@@ -211,7 +222,7 @@ def draw(
         *_section("Smaller than NVIDIA's", [[part] for part in smaller], ("sizes",), 1),
         *_section("Files that no script of NVIDIA's runs", [[file] for file in unnamed], ("file",), 1),
     ]
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join([*sections, made_by("make nvidia-tests")]) + "\n"
 
 
 def _on_real(one: Outcome, real: Mapping[str, Mapping[str, str]]) -> str:

@@ -472,7 +472,6 @@ def _sections(
     yield reporting.claims(claims(found, drawn, settings))
     yield "## What it does not say"
     yield _LIMITS.format(real=_REAL[kernels.backend])
-    yield "Made by `parity study expected_error`."
 
 
 def _gpus(found: Results, settings: Settings) -> str:

@@ -503,7 +503,6 @@ def _sections(found: Results, settings: Settings, kernels: Kernels) -> Iterator[
     yield from _refusals(found, settings)
     yield "## How it was done"
     yield "\n".join((_METHOD.format(queries=settings.queries), _whole(found, settings)))
-    yield "Made by `parity study flash_stability`."
 
 
 def _short_answer(found: Results, settings: Settings) -> str:

@@ -393,7 +393,6 @@ def _sections(found: Mapping[Run, Count], settings: Settings) -> Iterator[str]:
     yield "## Every case of the default suite"
     yield _CASES
     yield _by_case(found)
-    yield "Made by `parity study flops`."
 
 
 def _by_component(sizes: LayerSizes, vocabulary: int) -> str:

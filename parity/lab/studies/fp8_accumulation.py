@@ -338,7 +338,6 @@ def _sections(found: Mapping[Run, Costs], settings: Settings) -> Iterator[str]:
     yield reporting.claims(claims(found, settings))
     yield "## What it means"
     yield _meaning(found, settings)
-    yield "Made by `parity study fp8_accumulation`."
 
 
 def _by_length(found: Mapping[Run, Costs], settings: Settings) -> str:

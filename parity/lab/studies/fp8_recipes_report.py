@@ -352,7 +352,6 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
     yield reporting.numbers(rows, ["queries, keys and values", *settings.distributions])
     yield "## Claims"
     yield reporting.claims(claims(found, settings))
-    yield "Made by `parity study fp8_recipes`."
 
 
 def _gpus(found: Results, settings: Settings) -> str:

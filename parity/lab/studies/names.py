@@ -373,7 +373,6 @@ class Settings:
         precisions: the precisions at which every port is judged, in this order.
         seed: the seed of weights and inputs.
         searches: whether to search for causes. Without, a run is short and only tells which mistakes are detected.
-        commit: the commit that is measured, for the report.
         backend: ``cpu``, or ``gpu`` for TE's compiled kernels.
         workers: how many processes judge in parallel; 0 to judge in this process.
     """
@@ -382,7 +381,6 @@ class Settings:
     precisions: tuple[str, ...] = ("bf16", "fp32", "fp8_current")
     seed: int = 0
     searches: bool = True
-    commit: str = ""
     backend: Backend = "cpu"
     workers: int = 0
 
@@ -541,7 +539,7 @@ def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[s
         "Wrong ports, written in TE by hand next to a plain reference, and what parity says of them. The table of rows "
         "was written before the search that it judges was changed, and without looking at what the search tries; the "
         "table of near constants was written with the search that finds them. "
-        + reporting.made_on(te.kernels(settings.backend), settings.commit)
+        + reporting.made_on(te.kernels(settings.backend))
         + f" Seed {settings.seed}. Seconds are processor time of the search for a cause, on a machine that others use."
     )
     yield (

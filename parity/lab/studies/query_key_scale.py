@@ -630,7 +630,6 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
     yield reporting.claims(claims(found, settings, head_dim))
     yield "## What it means"
     yield _MEANING
-    yield "Made by `parity study query_key_scale`."
 
 
 def _frontiers(found: Mapping[Run, Outcome], settings: Settings, dtype: str) -> str:

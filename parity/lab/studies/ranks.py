@@ -36,12 +36,10 @@ class Settings:
     Attributes:
         precisions: the precisions to judge at; those that the machine cannot run are skipped.
         seeds: number of seeds of each right port; wrong ports have one.
-        commit: the commit that is measured, for the report.
     """
 
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
     seeds: int = 3
-    commit: str = ""
 
 
 FULL = Settings()
@@ -136,7 +134,7 @@ def _sections(found: Mapping[Port, Said], settings: Settings) -> Iterator[str]:
     yield (
         "TE's modules over 2 and 4 ranks that talk by gloo on one machine, wrong on purpose or right, against their "
         "references in one process. "
-        + reporting.made_on(te.kernels("cpu"), settings.commit)
+        + reporting.made_on(te.kernels("cpu"))
         + " Seconds are by the clock, with all ranks, on a machine of two cores that others use."
     )
     wrong = {one: said for one, said in found.items() if one.is_wrong}

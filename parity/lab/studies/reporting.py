@@ -15,6 +15,7 @@ import torch
 from scipy import stats
 
 from parity import te
+from parity.lab import record
 from parity.lab.studies.settings import Said
 from parity.report import environment
 from parity.report.numbers import markdown_table, short
@@ -291,17 +292,20 @@ def rates(
     return markdown_table(rows, headers, left=1)
 
 
-def made_on(kernels: Kernels, commit: str = "") -> str:
-    """Say which device and versions TE's figures come from and, if given, which commit."""
+def made_on(kernels: Kernels) -> str:
+    """Say which device and versions TE's figures come from."""
     device = environment.gpu_name() if kernels.backend == "gpu" else "the CPU"
     return (
-        (f"Measured at commit {commit}. " if commit else "")
-        + f"TE's kernels here are {environment.KERNELS[kernels.backend]}. Everything ran on {device}, with "
+        f"TE's kernels here are {environment.KERNELS[kernels.backend]}. Everything ran on {device}, with "
         f"TransformerEngine {te.version()} and torch {torch.__version__}."
     )
 
 
 def written(path: Path, sections: Iterable[str]) -> Path:
-    """Write a report with these sections, and return its path."""
-    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    return path
+    """Write a study's report with these sections, and return its path.
+
+    The last line names the commit, and how many results in the record were computed by other code.
+    """
+    old = record.outdated(path.with_suffix(".jsonl"), record.code_of(f"{__package__}.{path.stem}"))
+    kept = f"{old.results} of {old.of} results were kept from runs of other code." if old else ""
+    return record.write_sections(path, [*sections, *filter(None, [kept])], f"parity study {path.stem}")

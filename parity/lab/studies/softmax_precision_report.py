@@ -299,7 +299,6 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
         yield "The claims are about FP16 in both layouts, which were not all run."
     yield "## What it means"
     yield _MEANING
-    yield "Made by `parity study softmax_precision`."
 
 
 def measured(costs: Mapping[str, Mapping[str, Traffic]], settings: Settings, kernels: Kernels) -> Measured:

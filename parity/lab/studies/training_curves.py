@@ -529,7 +529,6 @@ def _sections(
         percent=f"{100 * settings.false_alarms:g}",
         final=settings.final,
     )
-    yield "Made by `parity study training_curves`."
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:

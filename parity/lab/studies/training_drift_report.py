@@ -404,10 +404,7 @@ def _sections(
         yield f"- `{name}` did not run: {reason}"
     yield "## How it was done"
     yield _METHOD.format(**shown)
-    yield (
-        "The record, `training_drift.jsonl`, holds both measures for each parameter at each look. Made by "
-        "`parity study training_drift`."
-    )
+    yield "The record, `training_drift.jsonl`, holds both measures for each parameter at each look."
 
 
 def _parameters(settings: Settings) -> int:

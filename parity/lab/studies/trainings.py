@@ -45,13 +45,11 @@ class Settings:
         precisions: the precisions to judge at; those that the machine cannot run are skipped.
         steps: number of steps of each training.
         seeds: number of seeds of each right training; wrong trainings have one.
-        commit: the commit that is measured, for the report.
     """
 
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
     steps: int = 4
     seeds: int = 3
-    commit: str = ""
 
 
 FULL = Settings()
@@ -152,7 +150,7 @@ def _sections(found: Mapping[Training, Said], settings: Settings) -> Iterator[st
     yield (
         f"Trainings of {settings.steps} steps of an MLP and of a Llama layer (width 64, 128 tokens a batch), wrong on "
         "purpose or right, judged step by step. "
-        + reporting.made_on(te.kernels("cpu"), settings.commit)
+        + reporting.made_on(te.kernels("cpu"))
         + " Seconds are processor time of a training with all its passes, on a machine that others use."
     )
     wrong = {one: said for one, said in found.items() if one.is_wrong}

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from parity import te
+from parity.lab.record import write_sections
 from parity.lab.zoo.bugs import BUGS, subject
 from parity.lab.zoo.rivals import RULES
 from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Plan, Trial, Verdict, filter_ratio
@@ -221,8 +222,7 @@ def write(verdicts: Verdicts, plan: Plan, left_out: Mapping[str, str], path: Pat
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = path.with_suffix(".png")
     draw(verdicts, plan.precisions).savefig(picture, dpi=100)
-    path.write_text("\n\n".join(_sections(verdicts, plan, left_out, picture.name)) + "\n", encoding="utf-8")
-    return path
+    return write_sections(path, _sections(verdicts, plan, left_out, picture.name), "parity zoo")
 
 
 def _sections(verdicts: Verdicts, plan: Plan, left_out: Mapping[str, str], picture: str) -> Iterator[str]:
@@ -252,7 +252,6 @@ def _sections(verdicts: Verdicts, plan: Plan, left_out: Mapping[str, str], pictu
         yield "\n".join(f"- {_told(trial)}: {verdict.reason}" for trial, verdict in raised)
     yield "## How it was done"
     yield _METHOD
-    yield "Made by `parity zoo`."
 
 
 def _setting(verdicts: Verdicts, plan: Plan) -> str:

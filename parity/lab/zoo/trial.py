@@ -22,7 +22,7 @@ from parity.comparison import compare_at, judge_at
 from parity.cpu import tensor_cores
 from parity.cpu.kernel_choices import ATTENTION_16_BIT_SUMS, kernel_choices
 from parity.judge.limits import Table, packaged
-from parity.lab.record import Campaign
+from parity.lab.record import Campaign, write_sections
 from parity.lab.zoo import rivals
 from parity.lab.zoo.bugs import BUGS, chosen
 from parity.lab.zoo.hosts import HOSTS
@@ -438,8 +438,7 @@ def run_on_choices(seeds: int, workers: int, path: Path) -> Path:
     asked = asked_of(seeds)
     with processes(workers) as pool:
         rejected = dict(zip(asked, pool.map(is_rejected, asked, chunksize=8), strict=True))
-    path.write_text("\n\n".join(_sections(rejected, seeds)) + "\n", encoding="utf-8")
-    return path
+    return write_sections(path, _sections(rejected, seeds), "parity kernel-freedoms")
 
 
 def _sections(rejected: Mapping[Asked, bool | None], seeds: int) -> Iterable[str]:
