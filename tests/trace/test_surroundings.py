@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
+import math
 import os
 import random
+import resource
 import signal
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -16,12 +20,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bad_input import assert_says, linear, result_of, te
-from torch import Tensor, nn
+from torch import Tensor, library, nn
+from torch.nn.modules import rnn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformer_engine.pytorch.module import layernorm_linear
 
 import parity
 from parity.result import to_json
-from parity.trace.effects import _umask, undisturbed
+from parity.trace.effects import _tables, _umask, undisturbed
 
 
 def set_to(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -29,6 +37,33 @@ def set_to(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 class Other(nn.Module): ...
+
+
+class FunctionMode(TorchFunctionMode): ...
+
+
+class DispatchMode(TorchDispatchMode): ...
+
+
+KEPT: list[Any] = []
+
+
+def entered(context: Callable[[], Any]) -> Callable[[], None]:
+    def enter() -> None:
+        KEPT.append(context())
+        KEPT[-1].__enter__()
+
+    return enter
+
+
+def with_kernel() -> None:
+    KEPT.append(library.Library("aten", "IMPL"))
+    KEPT[-1].impl("rsqrt", torch.exp, "CPU")
+
+
+def halved_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
 
 
 MISCHIEFS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -46,9 +81,50 @@ MISCHIEFS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "torch.nn.functional.linear": (set_to(F, "linear", F.conv1d), lambda: F.linear),
     "torch.nn.Linear": (set_to(nn, "Linear", Other), lambda: nn.Linear),
-    "torch.nn.modules.linear.Linear.forward": (set_to(nn.Linear, "forward", nn.Identity.forward), lambda: nn.Linear.forward),
-    "torch.nn.modules.linear.Linear.apply": (set_to(nn.Linear, "apply", nn.Module.requires_grad_), lambda: nn.Linear.apply),
+    "torch.nn.modules.linear.Linear.forward": (
+        set_to(nn.Linear, "forward", nn.Identity.forward),
+        lambda: nn.Linear.forward,
+    ),
+    "torch.nn.modules.linear.Linear.apply": (
+        set_to(nn.Linear, "apply", nn.Module.requires_grad_),
+        lambda: nn.Linear.apply,
+    ),
     "torch._tensor.Tensor.__matmul__": (set_to(Tensor, "__matmul__", Tensor.__mul__), lambda: Tensor.__matmul__),
+    "torch.autograd.backward": (set_to(torch.autograd, "backward", print), lambda: torch.autograd.backward),
+    "torch.autograd.function.Function.apply": (
+        set_to(torch.autograd.Function, "apply", classmethod(print)),
+        lambda: torch.autograd.Function.apply,
+    ),
+    "torch.nn.functional.silu": (lambda: delattr(F, "silu"), lambda: hasattr(F, "silu")),
+    "torch.nn.functional.len": (set_to(F, "len", print), lambda: hasattr(F, "len")),  # it hides Python's own
+    "torch.nn.modules.rnn._rnn_impls.RNN_TANH": (
+        lambda: rnn._rnn_impls.update(RNN_TANH=print),
+        lambda: rnn._rnn_impls["RNN_TANH"],
+    ),
+    "transformer_engine.pytorch.module.layernorm_linear.apply_normalization": (
+        set_to(layernorm_linear, "apply_normalization", print),
+        lambda: layernorm_linear.apply_normalization,
+    ),
+    "numpy.linalg.norm": (set_to(np.linalg, "norm", print), lambda: np.linalg.norm),
+    "math.fsum": (set_to(math, "fsum", print), lambda: math.fsum),
+    "builtins.any": (set_to(builtins, "any", lambda found: False), lambda: any),
+    "torch function modes": (entered(FunctionMode), torch._C._len_torch_function_stack),
+    "torch dispatch modes": (entered(DispatchMode), torch._C._len_torch_dispatch_stack),
+    "torch's default device (from None to cpu)": (
+        entered(lambda: torch.device("cpu")),
+        torch._C._len_torch_function_stack,
+    ),
+    "hooks of saved tensors": (
+        entered(lambda: torch.autograd.graph.saved_tensors_hooks(torch.abs, torch.abs)),
+        lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
+    ),
+    "the kernel of aten/rsqrt/CPU": (with_kernel, lambda: torch.rsqrt(torch.ones(())).item()),
+    "torch's multithreading_enabled": (
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        torch._C._is_multithreading_enabled,
+    ),
+    "the limit RLIMIT_NOFILE": (halved_files, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "sys.meta_path": (lambda: sys.meta_path.clear(), lambda: list(sys.meta_path)),
     "transformer_engine.pytorch.Linear": (set_to(te, "Linear", Other), lambda: te.Linear),
     "deterministic algorithms": (
         lambda: torch.use_deterministic_algorithms(True, warn_only=True),
@@ -107,6 +183,23 @@ def test_it_is_put_back_and_named(name: str) -> None:
     assert state() == before
     assert any(told.startswith(name) for told in disturbed.changed), disturbed
     assert disturbed.kept == []
+
+
+@pytest.mark.parametrize("package", ["torch.nn", "torch.autograd", "transformer_engine", "parity.cpu", "numpy.linalg"])
+def test_a_function_of_any_module_and_method_of_any_class_is_put_back(package: str) -> None:
+    places = [one for one in _tables()[0][0].read.__self__._all if f"{one.name}.".startswith(f"{package}.")]
+    functions = [
+        (one, name, value)
+        for one in places
+        for name, value in one.held.items()
+        if type(value) is FunctionType and not str(name).startswith("__")
+    ][::7]
+    with undisturbed() as disturbed:
+        for one, name, _ in functions:
+            one.set(name, print)
+    assert functions
+    assert disturbed.changed == [f"{one.name}.{name}" for one, name, _ in functions]
+    assert all(one.held[name] is value for one, name, value in functions)
 
 
 def test_what_stays_as_it_is_is_not_told() -> None:
