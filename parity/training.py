@@ -27,13 +27,13 @@ from parity.case.case import Case, Pair, Rng, Training, mixed
 from parity.case.training import reference_optimizer
 from parity.case.transfer import counterparts
 from parity.case.validate import CheckedSize
-from parity.case.weight_map import names
+from parity.case.weight_map import Copies, holds, names
 from parity.comparison import Judged, error_of, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.judge import thinned
 from parity.judge.limits import Table
 from parity.judge.over_ranks import NO_RANKS, ended
-from parity.judge.steps import Replay, deviations, holds, multiple_moved, not_as, wrong_scaling
+from parity.judge.steps import Replay, deviations, holds_weights, multiple_moved, not_as, wrong_scaling
 from parity.mistakes.codes import repairable
 from parity.passes.courses import Beside, Without, of_reference, side_by_side
 from parity.passes.micro_batches import buffers_read, shares_made
@@ -118,6 +118,7 @@ class _Run:
         begun: the candidate's buffers before the first step.
         moved: the reference's buffers that a forward pass has changed so far.
         buffers: the buffers of both before the step.
+        strayed: how far earlier steps have moved TE's parameters from what the map makes of the reference's.
         worst: each tensor's verdict with the largest margin.
         notes: notes on the whole training.
     """
@@ -140,6 +141,7 @@ class _Run:
     begun: Named = field(default_factory=dict)
     moved: Named = field(default_factory=dict)
     buffers: Buffers = field(default_factory=Buffers)
+    strayed: Named = field(default_factory=dict)
     worst: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -292,6 +294,7 @@ def _trained(
                 return _first_wrong(run, judged)
             run.weights, run.amaxes = weights, prepared.past.after_step()
             _add(run.gradients, one.stepped)
+            run.strayed |= one.stepped.strayed
     except _Ended as ended_early:
         return ended_early.result
     if switch == "offload" and _offloads_nothing(run.trainee):
@@ -317,7 +320,8 @@ def _buffers(run: _Run, before: Prepared) -> Buffers:
     if isinstance(run.trainee, Trainee) and run.switch != "graph":  # its replays are not calls
         by_step = changed.keys() - run.trainee.moved_in_calls
     if by_step and not run.buffers.by_step:
-        told = f"the training step changes buffers outside of the candidate's calls ({listed(sorted(by_step))})"
+        told = listed([f"{name} in {str(changed[name].dtype).removeprefix('torch.')}" for name in sorted(by_step)])
+        told = f"the training step changes buffers outside of the candidate's calls ({told})"
         run.notes.append(f"{told}; the reference gets their values, as it gets weights")
     held = dict(before.reference.named_buffers())
     given = counterparts(before.weights, changed, run.moved)
@@ -607,6 +611,16 @@ def _explained(run: _Run, made: _Made, judged: Result) -> Result:
     if alone.result.status != "passed":
         told = explain_at(alone, run.diagnosis)
         return dataclasses.replace(judged, findings=told.findings, notes=(*judged.notes, *told.notes))
+    strayed = {name: prepared.candidate_weights[name] + far for name, far in run.strayed.items()}
+    if strayed and run.judge(run.case_of(number, now, held | strayed)).result.status == "failed":
+        moved = repairable(
+            "state-between-steps",
+            f"step {number} is right for a new module with the weights that the map gives it, and wrong once "
+            f"{listed(list(strayed))} {'has' if len(strayed) == 1 else 'have'} the values to which earlier steps moved "
+            "what the reference has no parameter for",
+            "freeze such a parameter, as with requires_grad_(False), or build TE's module without it",
+        )
+        return dataclasses.replace(judged, findings=(moved,))
     is_computed_again = run.switch == "recompute"
     if (len(made.stepped.calls) > 1 or is_computed_again) and (read := buffers_read(prepared)):
         if is_computed_again:
@@ -662,11 +676,26 @@ def _of_buffers(run: _Run, made: _Made) -> Finding | None:
     if len(made.stepped.calls) != 1 or run.switch == "recompute":
         return None
     own = {name: x for name, x in after.items() if name in right or not are_equal(x, before.get(name, x))}
-    for name, of in counterparts(made.prepared.weights, own, right).items():
-        if name in before and own[name].is_floating_point():
-            factor = multiple_moved((before[name], own[name]), (held[of], right[of]))
+    known = counterparts(made.prepared.weights, after, right) | counterparts(made.prepared.weights, own, right)
+    lacking = sorted(name for name in right.keys() - set(known.values()) if right[name].is_floating_point())
+    if lacking and made.number == 1:
+        run.notes.append(
+            f"the reference's forward pass moves its buffers {listed(lacking)}, and the candidate has none of the same "
+            "name or place, so that they are not compared"
+        )
+    for name, of in known.items():
+        if name in before and after[name].is_floating_point():
+            factor = multiple_moved((before[name], after[name]), (held[of], right[of]))
             if factor != 1.0:
                 return moved_otherwise(made.number, name, of, factor)
+            dtype, due = after[name].dtype, right[of]
+            if dtype.itemsize < 4 and made.number == 1:
+                lost = float((due.to(dtype) - due).norm() / (due - held[of]).norm())
+                run.notes.append(
+                    f"the candidate moves its buffer {name} in {str(dtype).removeprefix('torch.')}, which loses "
+                    f"{100 * lost:.2g} % of the reference's move in step 1, and more the larger the buffer is; casting "
+                    "a module casts its buffers: keep one that adds up small moves in FP32"
+                )
     return None
 
 
@@ -676,7 +705,7 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
     training = trainee.training
     if told := _of_clipping(len(run.history), stepped, training.clip):
         return told
-    run.is_narrow = run.is_narrow and holds(precision.dtype, stepped.update)
+    run.is_narrow = run.is_narrow and holds_weights(precision.dtype, stepped.update)
     dtype = precision.dtype if run.is_narrow else torch.float32
     right = run.replay.step(stepped.update)
     made = deviations(stepped.update, right, dtype)
@@ -685,6 +714,20 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
         apart = trainee.of_shards({one.name: not_as(stepped.update, right, one.name, dtype) for one in wrong})
         if apart is not None:
             return apart
+    copies = {
+        name: list(names(right))
+        for left, right in prepared.weights.items()
+        if holds(right, Copies) and set(stepped.strayed) & set(names(right))
+        for name in names(left)
+    }
+    if wrong and all(one.name in copies for one in wrong):
+        one = wrong[0].name
+        return repairable(
+            "optimizer",
+            f"in step {len(run.history)} the candidate's optimizer moves {listed(copies[one])} apart, though they are "
+            f"one parameter in the reference, {one}, which is moved by the sum of their gradients",
+            "tie them, or add up their gradients before each step and let the optimizer move them alike",
+        )
     if wrong:
         return optimizer_explained(
             run.history,

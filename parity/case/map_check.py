@@ -208,7 +208,10 @@ def _first(side: Side, module: Parameters) -> str | None:
 
 
 def untied(weights: WeightMap, reference: nn.Module, candidate: nn.Module) -> tuple[str, ...]:
-    """Return a sentence about each parameter that is one in the reference, but that the candidate holds apart.
+    """Return a sentence about each parameter of the candidate that training moves away from the reference's.
+
+    It is one in the reference, but the candidate holds it apart; or the reference has none, and the map fills it with a
+    constant.
 
     Two parameters are also one if they share their memory, as after ``b.weight = nn.Parameter(a.weight.data)``: an
     optimizer that changes one changes the other.
@@ -229,6 +232,13 @@ def untied(weights: WeightMap, reference: nn.Module, candidate: nn.Module) -> tu
         if any(names(here[0])) and not (copied or (here[0] != there[0] and _are_one(here[0], there[0], of_reference))):
             raise WeightMapError(f'TE\'s "{name}" shares the memory of its "{first}", {UNTIED}')
     told = []
+    for name, (left, _) in by_right.items():
+        if holds(left, Constant) and candidate.training and candidate.get_parameter(name).requires_grad:
+            told.append(
+                f'TE\'s "{name}" is trained, but the map fills it, or a part of it, with a constant, since the '
+                "reference has no such parameter: that part's gradient is not compared, and training moves it; freeze "
+                "it, as with requires_grad_(False), or build TE's module without it"
+            )
     for name, first in of_reference.items():
         here, there = by_left[name], by_left[first]
         if here[0] == there[0] or not _are_one(here[1], there[1], of_candidate):
@@ -241,7 +251,7 @@ def untied(weights: WeightMap, reference: nn.Module, candidate: nn.Module) -> tu
                 further = [other for other, first in tied.items() if first in names(left)]
                 one = f'"{further[0]}" is tied to {describe(left)}' if further else f"{describe(left)} is one parameter"
                 told.append(_told(one, apart))
-    return tuple(told)
+    return tuple(lines(map(Problem, told)))
 
 
 def _told(in_reference: str, apart: list[str]) -> str:

@@ -129,21 +129,19 @@ def _told(where: str, plan: Plan, written: int, copied: str, beside: Sequence[Pa
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in made)
     kinds = ", ".join(f"{count} {name}" for name, count in dtypes.most_common())
     lines = [f"{where}: {plural(len(made), 'tensor')} ({kinds}), {written:,} bytes"]
-    for reason in dict.fromkeys(plan.left_out.values()):
-        lines.append(f"left out, {reason}: {_listed([key for key, why in plan.left_out.items() if why == reason])}")
-    lost = sorted(((error, key) for key, error in plan.lost.items() if error > 0), reverse=True)
-    if lost:
-        keys = _listed([key for _, key in lost])
-        told = f"{plural(len(lost), 'tensor')}, at most by {lost[0][0]:.2g}, in {keys}"
-        lines.append(f"lost by rounding, as the map adds a number, and not restored by the way back: {told}")
+    for reason, count in Counter(plan.left_out.values()).items():
+        keys = [key for key, why in plan.left_out.items() if why == reason]
+        lines.append(f"left out, {reason}: {', '.join(keys[:3])}{f' and {count - 3} more' if count > 3 else ''}")
+    rounded = {key: error for key, error in plan.rounded.items() if error > 0}
+    if rounded:
+        keys = sorted(rounded, key=rounded.__getitem__, reverse=True)
+        lines.append(
+            f"rounded, as the map adds a number, so that there and back is not exact: {plural(len(keys), 'tensor')}, "
+            f"at most by {rounded[keys[0]]:.2g}, in {', '.join(keys[:3])}{' and more' if len(keys) > 3 else ''}"
+        )
     if beside:
-        lines.append(f"{copied}: {_listed([file.name for file in beside], 20)}")
+        lines.append(f"{copied}: {', '.join(file.name for file in beside)}")
     return "\n".join(lines)
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _size(case: Case, text: str) -> Mapping[str, Any] | None:

@@ -175,8 +175,6 @@ def _why_no_numbers(tensor: Tensor) -> str:
         return "is a nested tensor: pad it first"
     if tensor.layout is not torch.strided:
         return f"is sparse ({tensor.layout}): convert it by to_dense() first"
-    if tensor.is_quantized:
-        return f"is quantized ({tensor.dtype}): convert it by dequantize() first"
     if tensor.is_meta or hasattr(tensor, "fake_mode"):
         return "has no values: it is on the meta device, or fake; load the checkpoint before it is converted"
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)

@@ -233,16 +233,15 @@ class Plan:
         order: the new checkpoint's keys in its module's order.
         steps: the steps that make them.
         left_out: keys of the old checkpoint that the new one has no place for, each with the reason.
-        lost: how far the numbers of each tensor with which the map does arithmetic may be from the original ones; known
-            when its step has been computed. On the way to TE, how far those are that the way back makes, by the old
-            key. On the way back, half the distance between neighbours of the largest number that TE held, by the new
-            key; left out if the result's largest number is no smaller.
+        rounded: how far each tensor that the map does arithmetic with may be from the exact one, by its key; known when
+            its step has been computed. On the way back, that is at least half the distance between neighbours of the
+            largest number that TE held, unless the result's own largest number is no smaller.
     """
 
     order: tuple[str, ...] = ()
     steps: list[Step] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    lost: dict[str, float] = field(default_factory=dict)
+    rounded: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -503,22 +502,16 @@ class _Entry:
         moved = unpack(self.new_side, pack(self.old_side, given, like), self.target.parameters)
         self._check_nothing_is_lost(given, moved, like)
         found: dict[str, Tensor] = {}
+        lost = 0.0
+        if shifts and self.target.kind == "reference":  # the number that TE held more of may have cost the last bits
+            before, after = (max(_distance(x, torch.zeros(())) for x in some.values()) for some in (given, moved))
+            lost = math.ldexp(torch.finfo(self._held).eps, math.frexp(before)[1] - 2) if before > after else 0.0
         for name, tensor in moved.items():
             written = [self.prefixes.outside(other) for other in self._written(name)]
             stored = self._stored(written[0], tensor)
             if shifts:
-                moved[name] = stored.to(among)
+                self.plan.rounded.update(dict.fromkeys(written, max(lost, _distance(stored, tensor))))
             found.update(dict.fromkeys(written, stored))
-        if shifts and self.target.kind == "TE":
-            for name, tensor in self._way_back(given, moved, like).items():
-                key = self.tensors.keys[name]
-                self.plan.lost[key] = _distance(tensor.to(self.tensors.old[key].dtype), given[name])
-        elif shifts:
-            # The number that TE held more of may have cost the last bits of the reference's.
-            before, after = (max(_distance(x, torch.zeros(())) for x in some.values()) for some in (given, moved))
-            if before > after:
-                half_a_step = math.ldexp(torch.finfo(self._held).eps, math.frexp(before)[1] - 2)
-                self.plan.lost.update(dict.fromkeys(found, half_a_step))
         return found
 
     def _stored(self, key: str, tensor: Tensor) -> Tensor:
@@ -533,10 +526,6 @@ class _Entry:
             )
         return stored
 
-    def _way_back(self, given: Mapping[str, Tensor], moved: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
-        """Return the old side's tensors as the way back makes them of the new side's."""
-        return unpack(self.old_side, pack(self.new_side, moved, like), {n: tuple(x.shape) for n, x in given.items()})
-
     def _check_nothing_is_lost(self, given: Mapping[str, Tensor], moved: Mapping[str, Tensor], like: Tensor) -> None:
         """Refuse to drop what the new side has no place for: copies that differ, and values other than the constant.
 
@@ -545,7 +534,7 @@ class _Entry:
         """
         if not (holds(self.old_side, Copies) or holds(self.new_side, Constant)):
             return
-        again = self._way_back(given, moved, like)
+        again = unpack(self.old_side, pack(self.new_side, moved, like), {n: tuple(x.shape) for n, x in given.items()})
         for name, tensor in given.items():
             key = self.tensors.keys[name]
             if key in self.wanted.ignore or _are_equal(tensor, again[name]):

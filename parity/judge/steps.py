@@ -219,7 +219,7 @@ def not_as(update: Update, expected: Named, name: str, dtype: torch.dtype) -> Te
     return (after - right).abs() > torch.maximum(0.1 * (right - before).abs().max(), ulp)
 
 
-def holds(dtype: torch.dtype, update: Update) -> bool:
+def holds_weights(dtype: torch.dtype, update: Update) -> bool:
     """Return whether the dtype represents every weight after this step exactly."""
     return all(torch.equal(x.to(dtype).double(), x) for x in update.after.values())
 
@@ -227,8 +227,8 @@ def holds(dtype: torch.dtype, update: Update) -> bool:
 # Buffers that a forward pass changes, such as running statistics.
 
 
-# With fewer elements than this, a multiple fits whatever is wrong with them.
-_FEWEST_MOVED = 16
+# With fewer elements than this, a multiple fits whatever is wrong with them: with this many, one in ten million does.
+_FEWEST_MOVED = 8
 # The least difference of a multiple from 1 that counts, and the least difference as a share of the buffer. Errors of
 # NVFP4 are about a tenth, and their squares add a hundredth to a variance.
 _MULTIPLE, _OF_BUFFER = 0.1, 0.01
@@ -242,15 +242,21 @@ def multiple_moved(own: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> 
         right: the same of the reference. If it began with other numbers, nothing is known, and 1 is returned.
     """
     (was, now), (begun, due) = ((x.double().cpu() for x in both) for both in (own, right))
-    if due.numel() < _FEWEST_MOVED or not was.shape == now.shape == due.shape:
+    if not was.shape == now.shape == due.shape:
         return 1.0
-    least = max(torch.finfo(own[1].dtype).eps, _OF_BUFFER) * float(due.norm())
     moved, step = now - was, due - begun
+    # That nothing has moved is no fit, so that a few numbers are enough, and a move that the dtype can hold.
+    fewest, share = (_FEWEST_MOVED, _OF_BUFFER) if bool(moved.any()) else (1, ARITHMETIC)
+    least = max(torch.finfo(own[1].dtype).eps, share) * float(due.norm())
     off, size = float((moved - step).norm()), float(step.norm())
     factor = float((moved * step).sum()) / size**2 if size else 1.0
     is_all = float((moved - factor * step).norm()) <= 0.1 * off
     begins_alike = float((was - begun).norm()) <= torch.finfo(own[0].dtype).eps * float(begun.norm())
-    return factor if begins_alike and is_all and off > least and abs(factor - 1.0) > _MULTIPLE else 1.0
+    return (
+        factor
+        if due.numel() >= fewest and begins_alike and is_all and off > least and abs(factor - 1.0) > _MULTIPLE
+        else 1.0
+    )
 
 
 # Delayed scaling: the numbers that a step writes into each amax history, and the scale that follows from them.

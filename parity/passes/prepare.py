@@ -373,7 +373,8 @@ class Prepared:
         lookups: the lookups in embedding tables on the probing inputs.
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
         unlike: the candidate's parameters that differ from what the map gives, by name.
-        apart: remarks on parameters that are tied in the reference but not in the candidate.
+        apart: remarks on parameters that training will move apart: those that are tied in the reference but not in the
+            candidate, and those that the reference lacks.
         evaluation: whether both modules are in evaluation mode, so that no pass has gradients.
         cache: results that are computed from this and needed again. At first it holds two things that are removed when
             they are used: the ``calls`` of golden's pass, if it ran on the kernels' device, which hold everything that

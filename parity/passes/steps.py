@@ -31,6 +31,7 @@ from parity.case.training import (
     schedule_of,
 )
 from parity.case.validate import CheckedSize
+from parity.case.weight_map import Constant, Copies, holds
 from parity.passes import switches
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.micro_batches import micro_batches
@@ -153,6 +154,8 @@ def batch_of(
 # Train the candidate, which keeps its weights, its optimizer and TE's state from one step to the next.
 
 
+# More than FP64 loses where a map adds a number, and less than any step in FP32.
+_IN_FP64 = 1e-12
 # The number of elements of each parameter whose earlier steps are kept: 1.5 kB per parameter and step.
 REMEMBERED = 64
 
@@ -207,6 +210,8 @@ class Stepped:
             graphs of a captured step did not transpose again.
         buffers: the candidate's buffers after the step.
         written: TE's parameters that something wrote to after the optimizer's step.
+        strayed: how far TE's parameters are from what the map makes of the reference's, if the step has moved them
+            away: from the copy of one, or from a constant.
     """
 
     tensors: Tensors
@@ -222,6 +227,7 @@ class Stepped:
     unmade: tuple[str, ...] = ()
     buffers: Named = field(default_factory=dict)
     written: tuple[str, ...] = ()
+    strayed: Named = field(default_factory=dict)
 
 
 Own = TypeVar("Own", bound="Trainee")
@@ -552,7 +558,7 @@ class Trainee:
         args, kwargs = as_arguments(_leaves(prepared.inputs))
         before, step = self._followed_weights(), self._step_on(prepared)
         scaling, stale = kept(self._module, self._optimized.quantized_from), tuple(state.stale_transposes(self._module))
-        copies = self._stale_copies()
+        copies, astray = self._stale_copies(), self._astray()
         self._model.calls.clear()
         is_own = self.training.candidate_step is not None
         watching = watched(self._module, self.optimizer, self._optimized, self._written, is_own)
@@ -616,7 +622,17 @@ class Trainee:
             unmade,
             self.buffers,
             tuple(seen.written_later(self._optimized.stepped)),
+            {name: x for name, x in self._astray().items() if not torch.allclose(x, astray[name], 0.0, _IN_FP64)},
         )
+
+    def _astray(self) -> Named:
+        """Return the distance of each copy of a parameter, and of each constant, from what the map makes them."""
+        weights = {x: y for x, y in self._pair.weights.items() if holds(x, Constant) or holds(y, Copies)}
+        held = self._optimized.held() if weights else {}
+        made = transfer.to_candidate(
+            weights, transfer.to_reference(weights, held, self._shapes), transfer.parameter_shapes(self._module)
+        )
+        return {name: held[name] - x.to(held[name]) for name, x in made.items()}
 
     def _stale_copies(self) -> dict[str, bytes]:
         """Return digests of the stale transposed copies, if the candidate is captured."""

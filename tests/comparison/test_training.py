@@ -584,6 +584,156 @@ def test_a_buffer_that_a_pass_moves_by_another_share_is_told(reference, candidat
     assert told in result.findings[0].message
 
 
+class Balanced(torch.nn.Module):
+    """A layer with a balancing bias of few experts, which each pass moves by a sign."""
+
+    def __init__(
+        self, layer: torch.nn.Module, rate: float = 0.01, name: str = "bias", in_fp32: bool = False, of: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.layer, self.rate, self.name, self.in_fp32 = layer, rate, name, in_fp32
+        if name:
+            self.register_buffer(name, torch.full((4,), of))
+
+    def _apply(self, fn, recurse=True):
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        if self.in_fp32:
+            self._buffers.update(before)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.name and self.rate:
+            self._buffers[self.name].add_(self.rate * torch.tensor([1.0, -1.0, 1.0, 1.0]).to(self._buffers[self.name]))
+        return self.layer(x)
+
+
+STILL = "leaves the buffer bias as it is, which the reference's moves"
+IN_16_BITS = "the candidate moves its buffer bias in bfloat16, which loses "
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "told", "noted"),
+    [
+        (Balanced, partial(Balanced, rate=0.0), STILL, ""),
+        (partial(Balanced, of=0.1), partial(Balanced, of=0.1, rate=0.0), STILL, ""),
+        (
+            Balanced,
+            partial(Balanced, rate=0.0, name="other"),
+            STILL.replace("bias", "other (the reference's bias)"),
+            "",
+        ),
+        (
+            Balanced,
+            partial(Balanced, name=""),
+            "",
+            "the reference's forward pass moves its buffers bias, and the candi",
+        ),
+        (Balanced, Balanced, "", IN_16_BITS + "0.098 %"),
+        (partial(Balanced, of=0.5), partial(Balanced, of=0.5), "", IN_16_BITS + "15 %"),
+        (Balanced, partial(Balanced, in_fp32=True), "", ""),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_buffer_of_few_numbers_that_training_leaves_or_rounds_is_told(reference, candidate, told, noted, precision):
+    (result,) = parity.compare(with_buffers(reference, candidate), [precision], steps=2)
+    assert [one.title for one in result.findings] == ["buffer-moved-otherwise"] * bool(told), result.reason
+    assert not told or told in result.findings[0].message
+    of_buffers = [note for note in result.notes if "buffer" in note]
+    is_noted = noted and (precision == "bf16" or not noted.startswith(IN_16_BITS))
+    assert [note[: len(noted)] for note in of_buffers] == [noted] * bool(is_noted), of_buffers
+
+
+def test_a_buffer_that_a_training_step_changes_is_told_with_its_dtype():
+    (result,) = parity.compare(with_buffers(Centered, Centered, candidate_step=averaging), ["bf16"], steps=2)
+    assert any("outside of the candidate's calls (average in bfloat16)" in note for note in result.notes)
+
+
+# Parameters that the candidate trains and the reference lacks, or has once.
+
+
+def with_constants(frozen: bool, lr: float, bias: str = "") -> parity.Case:
+    """Return the case of a linear layer whose bias, or the last quarter of it, the map fills with a constant."""
+
+    def factory(te):
+        candidate = te.Linear(64, 64)
+        candidate.bias.requires_grad_(not frozen)
+        filled = parity.stack("bias", parity.constant(0.5, 16)) if bias else parity.constant(0.5, 64)
+        return parity.Pair(
+            Short(48) if bias else torch.nn.Linear(64, 64, bias=False),
+            candidate,
+            weights={"weight": "weight", filled: "bias"},
+            inputs=lambda rng: rng.normal(32, 64),
+            call_reference=None if bias else lambda module, x: module(x) + 0.5,
+            training=Training(
+                optimizer=lambda model: torch.optim.AdamW((x for x in model.parameters() if x.requires_grad), lr=lr)
+            ),
+        )
+
+    return parity.Case("constants", factory, sizes=({},))
+
+
+class Short(torch.nn.Module):
+    """A linear layer with a trained bias for some of its outputs, and 0.5 for the others."""
+
+    def __init__(self, biased: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64) / 8)
+        self.bias = torch.nn.Parameter(torch.randn(biased))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.cat([self.bias, torch.full((64 - len(self.bias),), 0.5).to(self.bias)])
+        return torch.nn.functional.linear(x, self.weight, whole)
+
+
+@pytest.mark.parametrize(
+    ("precision", "bias", "frozen", "lr", "steps"),
+    [
+        ("fp32", "", False, 1e-2, 3),
+        ("bf16", "", False, 1e-2, 3),
+        ("bf16", "in part", False, 1e-2, 3),
+        ("fp32", "in part", False, 1e-9, 3),
+        ("bf16", "", False, 1e-2, 0),
+        ("bf16", "", True, 1e-2, 3),
+    ],
+)
+def test_a_trained_parameter_that_the_reference_lacks_is_noted_and_named_if_it_shows(
+    precision, bias, frozen, lr, steps
+):
+    (result,) = parity.compare(with_constants(frozen, lr, bias), [precision], steps=steps)
+    is_wrong = steps > 0 and lr > 1e-3 and not frozen
+    assert [one.title for one in result.findings] == ["state-between-steps"] * is_wrong, result.reason
+    assert not is_wrong or "wrong once bias has the values to which earlier steps moved" in result.findings[0].message
+    noted = 'TE\'s "bias" is trained, but the map fills it, or a part of it, with a constant'
+    assert any(note.startswith(noted) for note in result.notes) is not frozen
+
+
+class Apart(Tied):
+    """The same model with a head of its own."""
+
+    def __init__(self, head: torch.nn.Module) -> None:
+        super().__init__(head)
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_that_moves_apart_what_the_reference_has_once_is_named(optimizer, precision):
+    def factory(te):
+        return parity.Pair(
+            Tied(torch.nn.Linear(16, 16, bias=False)),
+            Apart(te.Linear(16, 16, bias=False)),
+            weights={"table.weight": parity.copies("table.weight", "head.weight")},
+            inputs=lambda rng: rng.integers(4, 16, high=16),
+            training=Training(optimizer=lambda model: optimizer(model.parameters(), lr=1e-2)),
+        )
+
+    (result,) = parity.compare(parity.Case("tied", factory, sizes=({},)), [precision], steps=2)
+    (finding,) = result.findings
+    assert finding.title == "optimizer"
+    assert "moves table.weight, head.weight apart, though they are one parameter" in finding.message
+
+
 def test_a_pass_that_is_computed_again_reads_the_buffers_that_it_has_changed():
     (result,) = parity.compare(with_buffers(Scaled, Scaled), ["fp8_delayed"], steps=2, switch="recompute")
     assert [one.title for one in result.findings] == ["state-between-steps"]
