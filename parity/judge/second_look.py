@@ -54,7 +54,7 @@ from parity.trace.trace import optimizers_recorded
 # wherever rounding explains its choice.
 
 
-BY_CHANCE = "within what rounding alone can cause by chance"
+BY_CHANCE = "no farther off than right ports are now and then, as roundings drawn at random show"
 LOOKS = 8  # runs with jitter
 # Runs whose roundings are drawn. Half of them run as each kind of kernel.
 DRAWS = 16

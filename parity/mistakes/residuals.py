@@ -133,7 +133,7 @@ def _mistakes() -> Iterator[Mistake[Residual]]:
             lambda one: _sum_of(one, one.branch),
         ),
         "residual added twice": (
-            "add the residual once; the port adds it twice, as around TE's TransformerLayer, which adds it itself",
+            "add the residual once, as TE's TransformerLayer does by itself; the port adds it twice",
             lambda one: _sum_of(one, one.stream, one.stream, one.branch),
         ),
         "branch missing": (

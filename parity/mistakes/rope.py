@@ -368,7 +368,7 @@ def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
     right, other = f"give TE rotary_percent={like.rotary / like.head_dim:g}", _other_form(like)
     shares: dict[str, Row[Rotation]] = {
         f"rope on {share:g} of the channels": (
-            f"{right}; it rotates {share:g} of a head's channels",
+            f"{right}; it rotates {100 * share:g}% of a head's channels",
             _with_frequencies(like.base, share),
         )
         for share in ROPE_SHARES

@@ -464,8 +464,8 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
             value,
             repairable(
                 "first-divergence",
-                f"{one.module} is the first submodule of the candidate whose result {tuple(one.tensor.shape)} the "
-                f"reference does not compute: {1 - share:.0%} of its columns match nothing there. "
+                f"{one.module} is the first submodule of the candidate whose result {tuple(one.tensor.shape)} is not "
+                f"among the reference's values: {1 - share:.0%} of its columns equal no column of theirs. "
                 f"{f'{last}, which runs before it, agrees' if last else 'No submodule before it could be compared'}",
                 _next_to(one.module, last, of_given, "" if value is None else described(value, trace)),
             ),

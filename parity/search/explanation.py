@@ -669,5 +669,9 @@ def _as_if(one: Hypothesis) -> str:
 
 
 def _together(one: Hypothesis, explanation: Explanation) -> str:
-    others = [f"{CODES[other.title]} {other.title}" for other in explanation.hypotheses if other is not one]
+    others = [
+        f"{'another ' * (other.title == one.title)}{CODES[other.title]} {other.title}"
+        for other in explanation.hypotheses
+        if other is not one
+    ]
     return f"together with {' and '.join(others)}, " if others else ""
