@@ -316,7 +316,7 @@ class Step:
     margin: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result:
     """The result of one case at one size, precision and seed.
 
@@ -369,6 +369,11 @@ class Result:
     steps: tuple[Step, ...] = ()
     ranks: str = ""
     equals: str = ""
+
+    def __repr__(self) -> str:
+        told = self.reason or ("within its limits" if self.within_limits else f"margin {self.margin:.3g}")
+        names = ", ".join(finding.name for finding in self.findings)
+        return f"<Result {self.item}, seed {self.seed}: {self.status}, {told}{names and f'; {names}'}>"
 
     @property
     def passed(self) -> bool:

@@ -275,6 +275,12 @@ class _CollectionErrors:
         elif report.skipped and isinstance(report.longrepr, tuple):
             self.skipped.setdefault(report.nodeid, f"{report.nodeid} skips itself: {report.longrepr[2]}")
 
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Leave errors out of pytest's summary if all are of collection, because ``run`` prints these at its end."""
+        terminal = session.config.pluginmanager.getplugin("terminalreporter")
+        if all(isinstance(each, pytest.CollectReport) for each in terminal.stats.get("error", ())):
+            terminal.summary_errors = lambda: None
+
 
 def run(files: Sequence[str], arguments: Sequence[str]) -> int:
     """Compare the pairs of these files in this process, or in xdist's workers.

@@ -36,6 +36,7 @@ class Pass:
         detached_outputs: names of the outputs that require no gradient.
         numbers: the Python numbers and booleans that the module also returned, by their place: ``[1]``, ``['loss']``.
         buffers: the buffers that the pass changed, as it left them.
+        instead: the classes of what the module returned, for a message; empty if all of it is tensors.
     """
 
     outputs: dict[str, Tensor]
@@ -47,6 +48,7 @@ class Pass:
     detached_outputs: tuple[str, ...] = ()
     numbers: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    instead: str = ""
 
 
 def as_arguments(inputs: Any) -> Arguments:
@@ -162,6 +164,7 @@ def run(
         detached_outputs=tuple(name for name in outputs if name not in reached),
         numbers=_numbers(returned),
         buffers=buffers,
+        instead=", ".join(sorted({type(leaf).__name__ for leaf in leaves_of(returned)} - {"Tensor"})),
     )
 
 

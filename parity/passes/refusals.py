@@ -105,8 +105,8 @@ def check_golden(golden: Pass) -> None:
     outputs = golden.outputs.values()
     if not outputs:
         raise NothingToJudge(
-            "the reference returns no floating-point tensor, so there is nothing to compare; return one from "
-            "call_reference and call_candidate"
+            f"the reference returns no floating-point tensor{f' but {golden.instead}' if golden.instead else ''}, so "
+            "there is nothing to compare; return one from call_reference and call_candidate"
         )
     if not any(output.numel() for output in outputs):
         raise NothingToJudge(

@@ -21,6 +21,7 @@ from parity.plugin import ending, ray_task
 from parity.plugin.options import Options
 from parity.plugin.ray_task import Job
 from parity.plugin.workers import first_input, group_of
+from parity.report.numbers import plural
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -279,10 +280,10 @@ class RayEngine:
         for processes in sorted({item.processes for item in left}, reverse=True):
             alike = [item for item in left if item.processes == processes]
             self._waiting.extend(divided(alike, max(1, places // processes)))
-        gpus = f" and {self._cluster.gpus} GPUs" if self._cluster.with_gpus else ""
+        gpus = f" and {plural(self._cluster.gpus, 'GPU')}" if self._cluster.with_gpus else ""
         self._tell(
-            f"{len(left)} items in {len(self._waiting)} tasks, for {self._cluster.nodes} nodes with "
-            f"{self._cluster.cpus} CPUs{gpus}"
+            f"{plural(len(left), 'item')} in {plural(len(self._waiting), 'task')}, for "
+            f"{plural(self._cluster.nodes, 'node')} with {plural(self._cluster.cpus, 'CPU')}{gpus}"
         )
         return True
 
@@ -454,7 +455,7 @@ class RayEngine:
                 self._give_up(item, f"its process was lost {_MOST_LOSSES} times, most recently because {cause}")
             else:
                 left.append(item)
-        self._tell(f"{cause} ({len(left)} items go to another task)")
+        self._tell(f"{cause} ({plural(len(left), 'item')} {'goes' if len(left) == 1 else 'go'} to another task)")
         if left:
             self._waiting.appendleft(left)
 

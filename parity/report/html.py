@@ -556,12 +556,13 @@ def _distribution(histogram: Histogram) -> Plot:
     total, total_of_model = max(sum(error) + exact, 1), max(sum(expected) + exact_of_model, 1)
     filled = [i for i, counts in enumerate(zip(error, expected, strict=True)) if any(counts)]
     kept = slice(filled[0], filled[-1] + 1) if filled else slice(0, 0)
+    none, of_model = _share(exact, total), _share(exact_of_model, total_of_model)
     beyond = sum(count for edge, count in zip(edges, error, strict=True) if edge >= 1.0)
     return Plot(
         "histogram",
         "how large the elements' errors are",
         f"{_share(beyond, total)} of the elements have errors of more than 10 times the expected RMS error. "
-        f"Without any error: {_share(exact, total)}; expected: {_share(exact_of_model, total_of_model)}.",
+        f"{none} have no error at all; {of_model} are expected to have none.",
         {
             "at": [edge + histogram.width / 2 for edge in edges[kept]],
             "width": histogram.width,

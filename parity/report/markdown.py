@@ -333,7 +333,8 @@ def _how_to_read(items: Sequence[Item]) -> Iterator[str]:
     )
     lines = [
         "- **golden**: the plain PyTorch reference in FP64, on the same rounded weights and inputs.",
-        "- **expected**: the error of that reference under the precision's rounding model: what a faithful port costs.",
+        "- **expected**: the error that this reference has if it rounds as the precision does, by the rounding model: "
+        "a faithful port has it as well.",
         f"- **tolerance**: {describe()}",
         "- Errors are those of the TransformerEngine module against golden, in outputs, input gradients and weight "
         "gradients, all in the reference's layout.",
@@ -617,8 +618,8 @@ def _sections(curves: Sequence[Curve], plot: Path | None) -> Iterator[str]:
         yield (
             f"Bands are drawn from {max(drawn_from)} trainings of each reference under the precision's rounding model, "
             "with roundings that are drawn anew for each step. A right training whose errors are those of the model "
-            "leaves its band at some step once in 20 times. A deviation is that of the last loss, over the root mean "
-            "square of those trainings'."
+            "leaves its band at some step once in 20 times. A deviation is how far the last loss is from that of the "
+            "reference's own training, over the root mean square of how far those trainings' last losses are."
         )
     if together := over_seeds(curves):
         yield together

@@ -55,7 +55,7 @@
     for (const cell of find(".matrix [data-column]")) {
       cell.hidden = Boolean(chosen.precision.value) && cell.dataset.column !== chosen.precision.value;
     }
-    byId("count").textContent = count === items.length ? `${count} items` : `${count} of ${items.length} items`;
+    byId("count").textContent = `${count === items.length ? "" : `${count} of `}${items.length} ${items.length === 1 ? "item" : "items"}`;
     byId("nothing").hidden = count > 0 || items.length === 0;
   };
 
@@ -201,7 +201,7 @@
         yaxis: axis(colours, { title: titled("share of elements"), tickformat: ".0%" }),
       })];
     },
-    depth(one, colours) {
+    depth(one, colours, width) {
       const times = one.lines.map((line) => line.error.map((error, j) => (line.expected[j] ? error / line.expected[j] : null)));
       const traces = one.lines.flatMap((line, i) => {
         const colour = ITO[i % ITO.length];
@@ -213,7 +213,7 @@
       });
       return [traces, layout(colours, {
         margin: { l: 55, r: 12, t: 10, b: 40 }, hovermode: "closest",
-        legend: { x: 1.01, y: 1, font: { size: 11 } },
+        ...(width < 700 ? {} : { legend: { x: 1.01, y: 1, font: { size: 11 } } }),
         xaxis: axis(colours, { title: titled("layer"), dtick: one.lines.every((line) => line.at.length <= 24) ? 1 : undefined, anchor: "y2" }),
         yaxis: log(colours, [1, ...one.lines.flatMap((line) => line.margin)], { title: titled("margin"), domain: [0.54, 1] }),
         yaxis2: log(colours, times.flat(), { title: titled("error / expected"), domain: [0, 0.46] }),
@@ -237,7 +237,7 @@
     const one = data[element.dataset.plot];
     if (!one || !draw[one.kind] || !window.Plotly) return;
     drawn.add(element);
-    const [traces, look] = draw[one.kind](one, theme());
+    const [traces, look] = draw[one.kind](one, theme(), element.clientWidth);
     window.Plotly.react(element, traces, look, { displaylogo: false, displayModeBar: false, responsive: true });
   };
   const drawAgain = () => drawn.forEach(drawOne);

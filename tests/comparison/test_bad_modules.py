@@ -42,6 +42,16 @@ def test_a_reference_without_a_floating_point_output_is_no_pass(returned):
     assert_says(result, "error", "the reference returns no floating-point tensor")
 
 
+class Returned:
+    def __init__(self, y) -> None:
+        self.y = y
+
+
+def test_a_class_that_parity_does_not_look_into_is_named():
+    result = result_of(linear(**both(lambda module, x: Returned(module(x)))))
+    assert_says(result, "error", "the reference returns no floating-point tensor but Returned, so there is nothing")
+
+
 def test_a_candidate_that_returns_nothing_is_told_with_both_shapes():
     result = result_of(linear(call_candidate=lambda module, x: None))
     assert_says(result, "error", "the candidate returns {} where the reference returns {'output': (16, 32)}")

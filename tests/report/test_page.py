@@ -203,7 +203,7 @@ def test_a_distribution_says_how_many_elements_are_far_beyond_the_expected_error
     (found,) = plot_of("histogram", pictured())
     assert found.words == (
         "19 % of the elements have errors of more than 10 times the expected RMS error. "
-        "Without any error: 3.1 %; expected: 3.1 %."
+        "3.1 % have no error at all; 3.1 % are expected to have none."
     )
     assert found.numbers["at"] == [-0.5, 0.5, 1.5]
     assert sum(found.numbers["error"]) == pytest.approx(124 / 128)

@@ -753,6 +753,19 @@ def test_what_could_not_be_collected_is_named() -> None:
     assert re.search(r"\| not collected +\| +\| my_pairs.py::misfits +\| ≠", changes.draw(replace(runs, after=broken)))
 
 
+@pytest.mark.parametrize(
+    ("one", "told"),
+    [
+        (result(), "<Result mlp[bf16-2x64], seed 0: passed, margin 0.43>"),
+        (result(margin=80.0), "<Result mlp[bf16-2x64], seed 0: failed, margin 80; PAR101 gate-up-swapped>"),
+        (result(status="failed", margin=0.5), "<Result mlp[bf16-2x64], seed 0: failed, within its limits>"),
+        (result(status="skipped", tensors=(), reason="no FP8"), "<Result mlp[bf16-2x64], seed 0: skipped, no FP8>"),
+    ],
+)
+def test_a_result_is_shown_in_a_line(one: Result, told: str) -> None:
+    assert repr(one) == told
+
+
 def test_what_was_not_compared_comes_with_its_reason() -> None:
     assert "| – no FP8 |" in changes.draw(compared([result()], [SKIPPED]))
 
