@@ -24,6 +24,7 @@ from parity.mistakes.hypothesis import (
     having,
     more_like_it,
     titled,
+    to_be_bounded,
 )
 from parity.trace.trace import (
     CASTS,
@@ -133,7 +134,7 @@ class GatedUnit:
     def compute(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return the unit's result."""
         if math.isfinite(self.limit):
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            gate, up = gate.clamp(max=self.limit), to_be_bounded(up, self.limit).clamp(-self.limit, self.limit)
         return ACTIVATIONS[self.activation](gate) * (up + self.offset)
 
     def edits(self, **changes: object) -> tuple[Edit, ...]:
@@ -463,7 +464,7 @@ class Clamp:
         """Return the edits that clamp with other settings; empty if they are the same."""
         if math.isclose(limit, self.limit) and both == self.both:
             return ()
-        clamped = lambda was, x: x.clamp(-limit if both else -math.inf, limit)  # noqa: E731
+        clamped = lambda was, x: to_be_bounded(x, limit).clamp(-limit if both else -math.inf, limit)  # noqa: E731
         return (edit(self.call, (self.x,), clamped),)
 
 

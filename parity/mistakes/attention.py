@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity.mistakes.hypothesis import Mistake
+from parity.mistakes.hypothesis import Mistake, to_be_bounded
 from parity.numerics.blocked_attention import are_too_many_scores
 from parity.numerics.errors import norm_of
 from parity.numerics.golden import SDPA
@@ -135,7 +135,7 @@ class Attention:
         if self.cached is not None:
             scores = torch.where(self._of_cache(scores), self.scale * _scores(query, self.cached(key)), scores)
         if math.isfinite(self.softcap):
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+            scores = self.softcap * torch.tanh(to_be_bounded(scores, self.softcap) / self.softcap)
         bias = self.bias(scores, *biases)
         bias = bias if self.mask is None else self.mask(bias)
         scores = _in_batches_of(bias, scores) + bias

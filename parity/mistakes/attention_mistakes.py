@@ -38,6 +38,7 @@ from parity.mistakes.hypothesis import (
     more_like_it,
     on_tensors,
     titled,
+    to_be_bounded,
     within,
 )
 from parity.mistakes.masks import band_instead, hiding_too, mask_mistakes, seen_in
@@ -391,7 +392,7 @@ def _uncapped(trace: Trace) -> list[Cap]:
 
 
 def _capped(x: Tensor, cap: float) -> Tensor:
-    return x if math.isinf(cap) else cap * torch.tanh(x / cap)
+    return x if math.isinf(cap) else cap * torch.tanh(to_be_bounded(x, cap) / cap)
 
 
 def _cap_instead(right: float, cap: float) -> Mistake[Cap]:

@@ -161,6 +161,20 @@ def _by_numbers(place: str) -> list[tuple[str, int]]:
     return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", place)]
 
 
+_BEYOND = 0.9  # the share of values that a bound does not hide
+
+
+def to_be_bounded(x: Tensor, bound: float) -> Tensor:
+    """Return ``x``, which a mistake clamps or caps.
+
+    Raises:
+        Misfit: if nearly all of it is beyond the bound, which then hides whatever is there, right or wrong.
+    """
+    if (x.detach().abs() > bound).double().mean() > _BEYOND:
+        raise Misfit(f"nearly all values are beyond {bound:g}")
+    return x
+
+
 # A mistake in one operation of the reference, tried at all places where the operation occurs and at each one alone.
 
 
