@@ -118,20 +118,33 @@ SMALL = 0.01
 _LARGEST_WHOLE = 64
 _FRACTIONS = tuple(part / 16 for part in range(1, 33))
 _ROOTS = tuple(math.sqrt(width) for width in range(8, 257, 8))
+_ROUNDED = 1e-5  # as of a number that is held in FP32, and printed
 _SAME = 0.002  # a search cannot tell apart two numbers whose ratio is this close to 1
 
 
-def is_written(number: float) -> bool:
-    """Return whether people write such a number. If so, a search that ends at it has found the port's number.
+def written_near(number: float, unsure: float = 0.0) -> float:
+    """Return the number that people write nearest to a fitted one; NaN if there is none near enough to be meant.
 
     Args:
         number: positive.
+        unsure: the share of the number by which rounding may have moved it.
     """
     rounded = float(f"{number:.0e}" if number < SMALL else f"{number:.1e}")
     whole = (float(one) for one in range(1, _LARGEST_WHOLE + 1))
     power = 2.0 ** round(math.log2(number))
     known = (rounded, power, *_FRACTIONS, *whole, *_ROOTS)
-    return any(abs(one / number - 1.0) < _SAME or abs(one * number - 1.0) < _SAME for one in known)
+    nearest = min((x for one in known for x in (one, 1.0 / one)), key=lambda x: abs(x / number - 1.0))
+    return nearest if abs(nearest / number - 1.0) < max(_SAME, unsure) else math.nan
+
+
+def is_written(number: float) -> bool:
+    """Return whether people write such a number. If so, a search that ends at it has found the port's number."""
+    return math.isclose(number, written_near(number), rel_tol=_ROUNDED)
+
+
+def unusual(number: float) -> str:
+    """Return the end of a message about a fitted number that people hardly ever write."""
+    return f"; {number:.4g} is an unusual value, so something else may have this effect"
 
 
 # Calls that take a number, with another number.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity.mistakes.alternatives import SMALL
+from parity.mistakes.alternatives import SMALL, written_near
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights
 from parity.mistakes.under import BACKWARD, Outputs, Passes, differentiable_outputs, outputs_under
 from parity.numerics.errors import TINY, norm_of
@@ -788,7 +788,8 @@ def _line_search(
     plainest = [one_digit, power_of_two]
     if best > math.log(SMALL):
         plainest.sort(key=share)
-    plain = (*plainest, *sorted((two_digits, one_over_integer), key=share), *more)
+    written = [math.log(number) for number in (written_near(math.exp(best)),) if number > 0.0]
+    plain = (*plainest, *sorted((two_digits, one_over_integer), key=share), *written, *more)
     chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
     return [tried[number] for number in dict.fromkeys((chosen, best)) if math.isfinite(share(number))]
 
