@@ -123,9 +123,10 @@ def _is_lacking(check: Check) -> bool:
 
 
 def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> list[Finding]:
-    """Return the mistakes that failed checks have found, each once."""
+    """Return the mistakes that failed checks have found, each once; of several, none is a fact."""
     found: dict[str, Finding] = {}
-    for tensor, check, direction in found_by_filter(tensors, known):
+    shown = list(found_by_filter(tensors, known))
+    for tensor, check, direction in shown:
         mistake = direction.mistake
         found[mistake.name] = finding(
             mistake.title,
@@ -133,6 +134,7 @@ def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> lis
             f"{mistake.name} would make, "
             f"{abs(check.value):.2g} standard deviations beyond rounding (limit {check.limit:.2g}); "
             f"{mistake.repair}",
+            sure=len({one.mistake.title for _, _, one in shown}) == 1,
             repair=mistake.repair,
             code=mistake.code,
         )

@@ -30,6 +30,7 @@ from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.search.failure import Budget, Failure
+from parity.search.search import AS_WELL
 from parity.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
     own = tensors_under(failure.prepared, (), failure.precision)
     if own is None or not wrong:
         return []
-    nearest: tuple[float, float, _Mistake] | None = None
+    nearest: dict[str, tuple[tuple[float, float], _Mistake]] = {}  # by title
 
     def may_leave(computed: Mapping[str, Tensor]) -> bool:
         return all(_leaves_a_rounding(failure, one, {one.key: computed[one.name]}, _UNSTORED) for one in outputs)
@@ -94,17 +95,22 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
         share = max(shares[result.label] for result in outputs or wrong)
         if not all(_leaves_a_rounding(failure, result, other) for result in outputs or wrong):
             continue
-        entry = round(share, 2), max(shares.values()), mistake
-        if share < _NEARER and (nearest is None or entry[:2] < nearest[:2]):
-            nearest = entry
-    if nearest is None:
-        return []
-    share, _, mistake = nearest
-    message = (
-        f"{mistake.what}: the candidate is {1 / max(share, 0.01):.2g} times nearer to a reference that rounds like "
-        f"this than to one that rounds as {failure.precision.name} does. {mistake.repair}"
-    )
-    return [finding(mistake.title, message, repair=mistake.repair)]
+        both = round(share, 2), max(shares.values())
+        if share < _NEARER and (mistake.title not in nearest or both < nearest[mistake.title][0]):
+            nearest[mistake.title] = both, mistake
+    least = min((both for both, _ in nearest.values()), default=(0.0, 0.0))
+    alike = [one for one in nearest.values() if all(x <= AS_WELL * y for x, y in zip(one[0], least, strict=True))]
+    doubt = " It is one of these, which explain the error equally well." if len(alike) > 1 else ""
+    return [
+        finding(
+            mistake.title,
+            f"{mistake.what}: the candidate is {1 / max(share, 0.01):.2g} times nearer to a reference that rounds like "
+            f"this than to one that rounds as {failure.precision.name} does. {mistake.repair}{doubt}",
+            sure=not doubt,
+            repair=mistake.repair,
+        )
+        for (share, _), mistake in alike
+    ]
 
 
 def log_prob_findings(failure: Failure, trace: Trace) -> Iterator[Finding]:

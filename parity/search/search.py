@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import torch
 
@@ -31,7 +31,7 @@ from parity.numerics.errors import TINY
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.prepare import calls_of
 from parity.search.divergence import Divergence, scaled_outputs
-from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little
+from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little, while_it_lasts
 from parity.search.in_full import Explanation, hardly_less, is_loud, row_by_row, verified
 from parity.search.parts import in_parts
 from parity.search.screen import (
@@ -87,6 +87,7 @@ _VERIFIED_OF_FEW = 40  # the same if outputs are few numbers, which do not tell 
 _LIKELY_PAIRS = 16  # pairs of mistakes, by the effect of each alone
 _TUNED = 2  # how many of these pairs have their constants fitted
 _SPENT_BY_PAIRS = 0.96  # the share of the budget that is spent after that
+_FOR_RIVALS = 0.5  # costs of the failed check, to look for mistakes that fit as well as the first
 _PARTIAL = 6  # partial explanations on which a second hypothesis is tried
 _NEARLY_ONE = 0.1  # of two constants this close, only one is reported
 AS_WELL = 1.02
@@ -476,7 +477,10 @@ def _screened(
             for nearest in (*sharper(search.screen, entry, budget), entry):
                 explanation = search.explanation(nearest[1])
                 if explanation is not None and explanation.complete:
-                    return _best_of_its_place(search, explanation, nearest, entries)
+                    return [
+                        *_best_of_its_place(search, explanation, nearest, entries),
+                        *_rivals(search, explanation, nearest, entries),
+                    ]
     ranked.sort(key=lambda entry: entry[0])
     return _verified(search, ranked, budget)
 
@@ -494,6 +498,21 @@ def _best_of_its_place(
     others = [search.explanation(combination) for combination in likelier[:_VERIFIED]]
     better = [one for one in others if one is not None and one.complete and AS_WELL * one.misfit < found.misfit]
     return [*sorted(better, key=lambda one: one.misfit), found]
+
+
+def _rivals(search: _Search, found: Explanation, entry: Ranked, entries: Iterable[Ranked]) -> Iterator[Explanation]:
+    """Yield explanations of another kind that fit as well as a complete one, among the mistakes that come next in FP8.
+
+    What FP8 costs hides the difference of two mistakes, so the first one to pass is no better than the second.
+    """
+    if search.failure.precision.recipe is None:
+        return
+    next_ones = while_it_lasts(entries, search.failure.budget(_FOR_RIVALS))
+    likely = (combination for share, combination in next_ones if share <= AS_WELL * entry[0])
+    for combination in islice(likely, _VERIFIED):
+        one = search.explanation(combination)
+        if one is not None and one.complete and _titles(one) != _titles(found) and one.misfit <= AS_WELL * found.misfit:
+            yield one
 
 
 def _sites(combination: tuple[Hypothesis, ...]) -> list[object]:
