@@ -655,6 +655,7 @@ def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> 
         choices=verdicts.port.choices,
         own_recipes=verdicts.port.recipes,
         by_average=is_by_average,
+        outputs_passed=all(tensor.passed for tensor in tensors if tensor.kind == "output" or tensor.probed),
     )
     if _passes_alone(asked, ran, tensors):
         remembered = told(ran.made.recalled, "it returns something other than a new module does")

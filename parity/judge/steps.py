@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from parity.case.case import MakeOptimizer
 from parity.mistakes.codes import repairable
+from parity.numerics.factors import uneven
 from parity.passes.steps import Named, Update
 from parity.result import Finding
 from parity.te.state import Kept
@@ -252,11 +253,9 @@ def multiple_moved(own: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> 
     factor = float((moved * step).sum()) / size**2 if size else 1.0
     is_all = float((moved - factor * step).norm()) <= 0.1 * off
     begins_alike = float((was - begun).norm()) <= torch.finfo(own[0].dtype).eps * float(begun.norm())
-    return (
-        factor
-        if due.numel() >= fewest and begins_alike and is_all and off > least and abs(factor - 1.0) > _MULTIPLE
-        else 1.0
-    )
+    is_multiple = is_all and abs(factor - 1.0) > _MULTIPLE and uneven(moved, step) is None
+    is_known = begins_alike and off > least and due.numel() >= fewest
+    return factor if is_known and is_multiple else 1.0
 
 
 # Delayed scaling: the numbers that a step writes into each amax history, and the scale that follows from them.

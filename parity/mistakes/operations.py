@@ -458,6 +458,6 @@ def _instead(right: float, value: float) -> Mistake[Factor]:
     return Mistake(
         "factor",
         f"factor {value:.4g} for {right:.4g}",
-        f"multiply by {right:.4g}, as the reference does; the factor is {value:.4g}",
+        f"multiply by {right:.4g}, as the reference does; in all, the port multiplies by {value:.4g}",
         edits,
     )

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.case.weight_map import names
+from parity.mistakes.alternatives import is_written, unusual, written_near
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.decoding import positions_of
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.reads import described
 from parity.mistakes.under import outputs_under
 from parity.numerics.errors import Tolerance, margin, measure
+from parity.numerics.factors import Uneven, uneven
 from parity.numerics.freedom import UNFUSED
 from parity.passes.all_passes import under_model
 from parity.passes.one_pass import outputs_of
@@ -611,9 +613,7 @@ def _rows(x: Tensor) -> int:
 # Outputs that are right except for one factor.
 
 
-_SAME_FACTOR = 0.02
-"""How much the factors of tensors that are scaled together may differ, beyond the rounding of each."""
-
+_FAR = 3.0  # rounding moves a factor by up to this many times what it does in the rounding models
 _MOST = 1e6  # a larger factor is not a scale but another magnitude altogether
 
 
@@ -630,20 +630,29 @@ def scaled_outputs(factor: float) -> Hypothesis:
     )
 
 
-def output_scale_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if every failed output is the right one times a factor; a single number would prove nothing."""
-    for result in failure.outputs:
+def scale_findings(failure: Failure) -> Iterator[Finding]:
+    """Yield a finding on each failed output if all are multiples of the right ones, in numbers that prove it.
+
+    If outputs passed, the same of gradients whose slices have different factors.
+    """
+    found = []
+    for result in failure.results if failure.outputs_passed else failure.outputs:
         if not result.passed:
-            factor = factor_of(failure, result)
-            if factor is None or failure.golden[result.key].numel() < 2:
+            factor, several = factor_of(failure, result), _uneven(failure, result)
+            in_slices = several is not None and several.left <= result.tolerance_relative_l2
+            if result.numel < 2 or not (in_slices or (factor is not None and not failure.outputs_passed)):
                 return
-            told = (
-                f"is {readable(factor)} times what it should be, and otherwise right; look for a scale that is applied "
-                "twice or not at all"
-            )
-            if factor == 0.0:
-                told = "is 0 everywhere; look for equal terms that cancel, and for a part that is never computed"
-            yield finding("output-scale", f"{result.label} {told}")
+            told = "is 0 everywhere; look for equal terms that cancel, and for a part that is never computed"
+            if several is not None:
+                told = f"is {several.told}, and otherwise right; look for a mean, a count or a scale of each by itself"
+            elif factor:
+                told = (
+                    f"is {readable(factor)} times what it should be, and otherwise right; look for a scale that is "
+                    "applied twice or not at all"
+                )
+            found.append((f"{result.label} {told}", doubt_about(factor)))
+    title = "gradient-scale" if failure.outputs_passed else "output-scale"
+    yield from (finding(title, f"{told}{doubt}", sure=not doubt) for told, doubt in found)
 
 
 def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
@@ -661,16 +670,21 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
     hidden = [one for one in failure.results if one.passed and abs(factor - 1.0) > one.tolerance_relative_l2]
     if any(bool(failure.golden[one.key].any()) for one in hidden):
         return
+    doubt = doubt_about(factor)
     yield finding(
         "loss-scale",
         f"{', '.join(one.label for one in outputs)} and every gradient are {readable(factor)} times what they should "
         "be, and otherwise right; look for a sum instead of a mean, or for a number of tokens, sequences, microbatches "
-        "or ranks by which only one side divides the loss",
+        f"or ranks by which only one side divides the loss{doubt}",
+        sure=not doubt,
     )
 
 
 def factor_of(failure: Failure, result: TensorResult) -> float | None:
-    """Return the factor by which a tensor is multiplied; None if it is wrong in other ways, or right."""
+    """Return the factor by which all of a tensor is multiplied; None if it is wrong in other ways, or right.
+
+    If rounding may have moved it from a number that people write, it is that number.
+    """
     key = result.key
     right, candidate = failure.golden[key], failure.candidate[key].double()
     square = right.square().sum().item()
@@ -681,25 +695,39 @@ def factor_of(failure: Failure, result: TensorResult) -> float | None:
         return factor if not bool(candidate.any()) else None
     errors = measure(candidate / factor, right, failure.precision.dtype)
     bound = Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)
-    return factor if margin(errors, bound) <= 1.0 else None
+    if margin(errors, bound) > 1.0 or _uneven(failure, result) is not None:
+        return None
+    moved = max(abs((model[key] * right).sum().item() / square - 1.0) for model in failure.models)
+    written = written_near(abs(factor), _FAR * moved)
+    return math.copysign(written, factor) if written > 0.0 and written != 1.0 else factor
+
+
+def _uneven(failure: Failure, result: TensorResult) -> Uneven | None:
+    rounded = [model[result.key] for model in failure.models]
+    return uneven(failure.candidate[result.key], failure.golden[result.key], rounded)
 
 
 def shared_factor(failure: Failure, failed: Sequence[TensorResult]) -> float | None:
     """Return the factor that all tensors share, as the most exact one shows it; None if one of them has another.
 
-    Rounding moves a tensor's factor by no more than its expected relative error.
+    Rounding moves a tensor's factor by no more than its tolerance.
     """
     factors = [factor_of(failure, result) for result in failed]
     known = [factor for factor in factors if factor is not None]
     if not known or len(known) < len(failed):
         return None
-    expected = [result.expected.relative_l2 for result in failed]
-    shared = known[expected.index(min(expected))]
+    exact = [result.tolerance_relative_l2 for result in failed]
+    shared = known[exact.index(min(exact))]
     are_same = (
-        abs(factor - shared) <= (_SAME_FACTOR + error) * abs(shared)
-        for factor, error in zip(known, expected, strict=True)
+        abs(factor - shared) <= (min(exact) + error) * abs(shared) for factor, error in zip(known, exact, strict=True)
     )
     return shared if all(are_same) else None
+
+
+def doubt_about(factor: float | None) -> str:
+    """Return the end of a message about a factor if it is neither a count, nor one over it, nor written by people."""
+    is_count = not factor or any(readable(x).startswith("1/") for x in (factor, 1.0 / factor))
+    return "" if not factor or is_count or is_written(abs(factor)) else unusual(factor)
 
 
 def readable(factor: float) -> str:
@@ -817,7 +845,7 @@ def _places(failure: Failure, result: TensorResult) -> Iterator[str]:
     yield from told.values() or [of_all]
     projection = (error * golden).sum() / golden.square().sum()
     if projection.square() * golden.square().sum() > _MOSTLY * whole:
-        yield f"along the right values, which are multiplied by {readable(1 + projection.item())}"
+        yield f"mostly along the right values, which on average are multiplied by {readable(1 + projection.item())}"
 
 
 def _ranges(chosen: Tensor) -> str:

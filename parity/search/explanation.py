@@ -17,6 +17,7 @@ from parity.case.case import Rng
 from parity.judge.directions import PRESENT, Direction, subtle_hypotheses_anywhere
 from parity.judge.directions import findings as mistakes
 from parity.judge.statistics import Component, has_component
+from parity.mistakes.alternatives import unusual
 from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
 from parity.mistakes.catalogue import hypotheses
 from parity.mistakes.codes import CODES, NEEDS, UNEXPLAINED, finding
@@ -25,7 +26,7 @@ from parity.mistakes.layers import unused_parameters
 from parity.mistakes.under import Passes, outputs_under
 from parity.numerics.errors import Deviations, in_fp32
 from parity.numerics.golden import in_fp64
-from parity.passes.all_passes import Tensors, golden_truths, model_tensors, tensors_of
+from parity.passes.all_passes import Tensors, golden_truths, tensors_of
 from parity.passes.nominal_clock import OutOfTime, work_of
 from parity.passes.one_pass import outputs_of, run
 from parity.passes.prepare import Prepared, cast
@@ -35,7 +36,7 @@ from parity.search.divergence import (
     Divergence,
     ended_early,
     first_divergence,
-    output_scale_findings,
+    scale_findings,
     shared_factor,
     where_the_error_is,
     whole_scale_findings,
@@ -184,8 +185,8 @@ def _among(failure: Failure, known: Iterable[Hypothesis]) -> Iterator[Hypothesis
 
 def _observed(failure: Failure) -> list[tuple[TensorResult, Deviations]]:
     """Return golden and the errors of candidate and models for each tensor in which all of them are finite."""
-    truths, rounding = golden_truths(failure.prepared), failure.precision.rounding
-    ran = [failure.candidate, *(model_tensors(failure.prepared, rounding, one) for one in failure.freedoms)]
+    truths = golden_truths(failure.prepared)
+    ran = [failure.candidate, *failure.models]
     keys = [one.key for one in failure.results]
     found = [truths[key].deviations([tensors[key] for tensors in ran]) for key in keys]
     both = zip(failure.results, found, strict=True)
@@ -412,7 +413,7 @@ def findings(
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
     screened = Screened() if screened is None else screened
     causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
-    if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
+    if is_told and not spoiled and len(failed) > 1 and failure.outputs_passed:
         budget = failure.budget(CHECKS_FOR_THE_REST)
         causes = part(lambda: detached_path_findings(failure, failed, trace, budget))
     told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
@@ -453,6 +454,7 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
             f"the relative error of {label} falls from {before:.2g} to {after:.2g} if you {best[1][0].repair}. "
             f"The normal error of {failure.precision.name} is smaller, so something else is wrong as well; repair this "
             "first",
+            sure=False,  # another mistake may be the whole cause
             repair=best[1][0].repair,
             code=best[1][0].code,
         )
@@ -486,12 +488,10 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
         causes = [causes[0], find_place, lambda: _told(_of_one_number(failure, trace, search), failure)]
         return _first_found(causes, failure)
-    outputs_passed = all(result.passed for result in failure.outputs)
-    if outputs_passed:
-        causes += [
-            lambda: _by_scale_of_scores(failure, trace),
-            lambda: gradient_findings(failure, trace, failure.budget(CHECKS_FOR_THE_REST)),
-        ]
+    if all(result.passed for result in failure.outputs):
+        causes.append(lambda: _by_scale_of_scores(failure, trace))
+        if failure.outputs_passed:
+            causes.append(lambda: gradient_findings(failure, trace, failure.budget(CHECKS_FOR_THE_REST)))
     else:
         causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
     causes += [
@@ -508,9 +508,9 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: _of_other_operands(failure, trace, first_order) if tells else (),
         lambda: _told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
         lambda: _told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
-        lambda: output_scale_findings(failure),
+        lambda: scale_findings(failure),
         lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
-        lambda: partly_scaled_findings(failure) if outputs_passed else (),
+        lambda: partly_scaled_findings(failure) if failure.outputs_passed else (),
     ]
     return _first_found(causes, failure)
 
@@ -663,9 +663,9 @@ def _or_else(rivals: Sequence[tuple[Hypothesis, ...]]) -> str:
 
 def _as_if(one: Hypothesis) -> str:
     """Say that a fitted number is unusual, so another mistake may look like this one; else return an empty text."""
-    if not is_unusual(one):
+    if one.value is None or not is_unusual(one):
         return ""
-    return f"; {one.value:.4g} is an unusual value, so something else may have this effect"
+    return unusual(one.value)
 
 
 def _together(one: Hypothesis, explanation: Explanation) -> str:

@@ -13,7 +13,7 @@ from parity.judge.asked import Asked, run_again, unchanged
 from parity.judge.judge import NONE_DRAWN, gradients_of, judge
 from parity.numerics.errors import Tolerance, Truth, margin, measure
 from parity.numerics.freedom import FUSED, NONE_MADE, UNFUSED, Freedom, PortsChoices
-from parity.passes.all_passes import Tensors, tensors_of
+from parity.passes.all_passes import Tensors, model_tensors, tensors_of
 from parity.passes.nominal_clock import Clock
 from parity.passes.prepare import Prepared, calls_of
 from parity.result import PROBED, Kind, TensorResult
@@ -122,6 +122,8 @@ class Failure:
         by_average: whether no slice is expected to have a smaller error than its tensor's average under a mistake.
             False if the candidate fails only in such slices, since judged by the average it would pass under any
             mistake.
+        outputs_passed: whether every output passed in the verdict that is recorded, which no copy of it changes: on all
+            inputs, in all slices, and judged by the port's own choices. Only then gradients alone are wrong.
         effort: the share of a budget that a search may spend.
         broken: the exceptions that parts of the search have raised.
     """
@@ -139,6 +141,7 @@ class Failure:
     choices: PortsChoices = NONE_MADE
     own_recipes: Sequence[str] = ()
     by_average: bool = True
+    outputs_passed: bool = False
     effort: float = 1.0
     broken: list[Exception] = field(default_factory=list)
 
@@ -211,6 +214,12 @@ class Failure:
     def golden(self) -> Tensors:
         """The reference's tensors in FP64."""
         return tensors_of(self.prepared.golden)
+
+    @property
+    def models(self) -> list[Tensors]:
+        """The reference's tensors with the precision's rounding, one for each way in which kernels compute."""
+        ran = [model_tensors(self.run_on, self.precision.rounding, one) for one in self.freedoms]
+        return [of_probe(one) for one in ran] if self.is_on_probes else ran
 
     @property
     def outputs(self) -> list[TensorResult]:

@@ -25,7 +25,7 @@ from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
 from parity.result import Finding, Kind, TensorResult
-from parity.search.divergence import factor_of, readable, shared_factor
+from parity.search.divergence import doubt_about, factor_of, readable, shared_factor
 from parity.search.failure import Budget, Failure, agrees, explains, few_outputs
 from parity.search.in_full import Explanation, is_far_off, verified
 from parity.search.reruns import run_changed
@@ -343,9 +343,9 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
             "look for what scales or reduces these gradients by themselves, such as a hook, or a bias or weight that "
             "is used once too often"
         )
-    yield repairable(
-        "gradient-scale", f"{which} is {readable(factor)} times what it should be, and otherwise right", repair
-    )
+    doubt = doubt_about(factor)
+    told = f"{which} is {readable(factor)} times what it should be, and otherwise right; {repair}{doubt}"
+    yield finding("gradient-scale", told, sure=not doubt, repair=repair)
 
 
 def _one_path_missing(
@@ -419,7 +419,7 @@ def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace
         return
     # A GEMM adds to main_grad in FP32; only TF32 rounds what is added.
     precision = failure.precision if failure.precision.dtype is torch.float32 else None
-    best: tuple[float, int, torch.dtype] = (_CLEARLY, 0, torch.bfloat16)
+    best: tuple[float, int, torch.dtype, bool] = (_CLEARLY, 0, torch.bfloat16, False)
     for parts in _divisors(failure.prepared)[::-1]:
         of_parts: list[Tensors] = []
         for part in range(parts):
@@ -430,18 +430,22 @@ def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace
             of_parts += [ran] if ran is not None else []
         orders = (of_parts, of_parts[::-1])  # autograd adds up the parts of one graph from the last
         for dtype, ordered in product((torch.bfloat16, torch.float16), orders):
-            left = max(_share_left(failure, result, _summed(ordered, result, dtype)) for result in failed)
-            best = min(best, (left, parts, dtype), key=lambda entry: entry[0])
+            sums = {result.key: _summed(ordered, result, dtype) for result in failed}
+            left = max(_share_left(failure, result, sums[result.key]) for result in failed)
+            is_all = all(agrees(failure, result, sums) for result in failed)
+            best = min(best, (left, parts, dtype, is_all), key=lambda entry: entry[0])
         if best[0] < _CLEARLY / 4:
             break
-    left, parts, dtype = best
+    left, parts, dtype, is_all = best
     if parts:
         labels = ", ".join(result.label for result in failed)
-        yield repairable(
+        repair = "accumulate in FP32 (main_grad)"
+        yield finding(
             "gradient-accumulation",
-            f"{labels} is what a sum over {parts} microbatches gives if it is rounded to {str(dtype)[6:]} each time; "
-            f"that leaves {left:.0%} of the error",
-            "accumulate in FP32 (main_grad)",
+            f"{labels} is near to what a sum over {parts} microbatches gives if it is rounded to {str(dtype)[6:]} each "
+            f"time; that leaves {left:.0%} of the error; {repair}",
+            sure=is_all,
+            repair=repair,
         )
 
 

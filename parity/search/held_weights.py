@@ -14,6 +14,7 @@ from parity.mistakes.catalogue import readings_of_weights
 from parity.mistakes.codes import CODES, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.numerics.errors import relative_l2
+from parity.numerics.factors import uneven
 from parity.passes.prepare import Prepared, calls_of
 from parity.result import Finding
 
@@ -21,6 +22,8 @@ _MOST_TOLD = 4  # parameters, and explanations
 _SAME = 0.15  # the share of a tensor's norm that four bits lose; weights in another order differ by more than the norm
 _FIRST = 256  # this many elements tell most pairs of parameters apart
 _FEW = 8  # if there are at most this many entries, every two of them are tried in each other's place
+_ROUNDED = 2.0**-7  # what 16 bits lose of a number
+_NOTHING = 0.02  # of an error; the sorted numbers of two draws differ by more of what the unsorted ones do
 _UNLIKE = 0.1  # unrelated weights rarely reach this cosine, even with few elements
 
 
@@ -108,33 +111,47 @@ def _as_it_is(name: str, prepared: Prepared) -> str:
     """Say what a parameter holds if no other reading of the map explains it."""
     held, expected = prepared.unlike[name].double(), prepared.candidate_weights[name].double()
     if held.numel() > 1 and bool((held == held.flatten()[0]).all()):
-        return f'"{name}" holds {held.flatten()[0]:g} throughout, as when it was constructed'
+        constructed = ", as when it was constructed" if held.flatten()[0] in (0.0, 1.0) else ""
+        return f'"{name}" holds {held.flatten()[0]:g} throughout{constructed}'
+    off = held - expected
     for other, tensor in prepared.candidate_weights.items():
-        if other != name and tensor.shape == held.shape and _are_same(held, tensor):
+        if other != name and tensor.shape == held.shape and _are_same(held, tensor, _relative(held, expected)):
             return f'"{name}" holds what "{other}" should hold'
     cosine = torch.nn.functional.cosine_similarity(held.flatten(), expected.flatten(), 0).item()
+    # A factor tells how weights differ from their mean, too: all weights of norms are nearly multiples of each other.
+    varies = _SAME * _relative(expected.mean(), expected)
+    several = uneven(held, expected)
+    if several is not None and several.left < varies:
+        return f'"{name}" is {several.told}'
     factor = math.copysign((held.norm() / expected.norm()).item(), cosine) if bool(expected.any()) else 0.0
-    if factor and abs(cosine) > 1 - _SAME**2 / 2 and abs(factor - 1) > _SAME:
+    if several is None and abs(factor - 1) > _SAME and 1 - cosine**2 < varies**2:
         return f'"{name}" holds {factor:.3g} times what it should'
-    if torch.equal(*(x.flatten().bfloat16().sort().values for x in (held, expected))):
+    own, right = (x.flatten().sort().values for x in (held, expected))
+    is_rounding = bool(((own - right).abs() <= _ROUNDED * right.abs()).all())
+    if is_rounding and (own - right).norm() < _NOTHING * off.norm():
         return f'"{name}" holds the right numbers in an order that no known layout has'
-    rows = (held - expected).flatten(1).norm(dim=1) if held.dim() > 1 else (held - expected).abs()
+    rows = off.flatten(1).norm(dim=1) if held.dim() > 1 else off.abs()
     wrong = (rows > _SAME * (expected.norm() / len(rows) ** 0.5)).nonzero().flatten().tolist()
     if wrong and len(wrong) < len(rows):
-        return f'"{name}" differs in {len(wrong)} of {len(rows)} rows, from {wrong[0]} to {wrong[-1]}'
+        more = f"by more than {_SAME:.0%} of what a row usually holds"
+        return f'"{name}" differs in {len(wrong)} of {len(rows)} rows, from {wrong[0]} to {wrong[-1]}, {more}'
     if abs(cosine) < _UNLIKE:
         return (
             f'"{name}" holds unrelated numbers, as if it had never been loaded (the cosine of the two is {cosine:.2g})'
         )
     return (
-        f'"{name}" holds values of another checkpoint, or another computation (the cosine of the two is {cosine:.4g})'
+        f'"{name}" is neither a multiple of what it should be, nor the same in another order, as if it were of another '
+        f"checkpoint, or computed in another way (the cosine of the two is {cosine:.4g})"
     )
 
 
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape hold the same; if they do not, the first elements usually tell."""
+def _are_same(one: Tensor, other: Tensor, off: float) -> bool:
+    """Return whether two tensors of one shape hold the same, and far more so than is off by ``off``.
+
+    If they do not, the first elements usually tell.
+    """
     first = (x.flatten()[:_FIRST] for x in (one, other))
-    return _relative(*first) <= 2 * _SAME and _relative(one, other) <= _SAME
+    return _relative(*first) <= 2 * _SAME and _relative(one, other) <= _SAME * min(off, 1.0)
 
 
 def _relative(held: Tensor, expected: Tensor) -> float:

@@ -207,8 +207,8 @@ def buffer_findings(failure: Failure) -> Iterator[Finding]:
     if ran is None or not agree(failure, ran[0], ("output",)):
         return
     names = ", ".join(ran[1])
-    if bases[0] is not None and len(set(bases)) == 1:
-        own, wanted = bases[0]
+    own, wanted = bases[0] or (0.0, 0.0)
+    if own != wanted and len(set(bases)) == 1:
         yield repairable(
             "rope-base",
             f"the candidate agrees if it has the reference's buffers; {names} has the frequencies of base "

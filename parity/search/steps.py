@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from parity.judge.steps import Deviation, Replay, deviations
 from parity.mistakes.alternatives import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
 from parity.mistakes.codes import repairable
+from parity.numerics.factors import uneven
 from parity.passes.micro_batches import Made
 from parity.passes.steps import BUFFERS, COPIES, HISTORIES, SCALES, Named, Resumption, Update
 from parity.result import NO_CODE, Code, Finding
@@ -98,8 +99,10 @@ def guesses_of_any_step(
             lambda: {name: factor * x for name, x in golden.items()},
         ),
     ]
+    is_even = all(uneven(candidate[name], x, unsure=limits.get(name, 1.0)) is None for name, x in golden.items())
+    guesses = guesses if is_even else guesses[:-1]
     factors = {name: scale_of({name: candidate[name]}, {name: x}) for name, x in golden.items()}
-    if of_some := some_scaled(number, factors, limits, golden):
+    if is_even and (of_some := some_scaled(number, factors, limits, golden)):
         guesses.append(
             Guess(
                 "gradient-scale",

@@ -493,7 +493,12 @@ class TEModel(nn.Module):
         *((precision, "", "passed", "") for precision in ("fp32", "bf16", "fp8_current")),
         ("bf16", "norm", "norm-kind", ""),  # RMSNorm for a LayerNorm that subtracts its mean twice
         ("bf16", "sequence first", "sequence-first", ""),  # though layers are given masks and angles
-        ("bf16", "factor", "factor", "multiply by 8, as the reference does; the factor is 1"),  # a buffer holds it
+        (
+            "bf16",
+            "factor",
+            "factor",
+            "multiply by 8, as the reference does; in all, the port multiplies by 1",
+        ),  # a buffer holds it
         ("bf16", "positions", "branch-missing", "add the result of the 1st 'embedding' of positions"),
     ],
 )

@@ -231,7 +231,7 @@ class LowRank(nn.Module):
 )
 def test_another_factor_is_told_with_both(right, scale, title):
     result = twins(LowRank, dict(scale=scale), normal((2, 32, WIDTH)), right=dict(scale=right))
-    tells_only(result, title, f"the factor is {scale:g}")
+    tells_only(result, title, f"the port multiplies by {scale:g}")
     assert result.passed or f"multiply by {right:g}" in result.findings[0].message
 
 
@@ -261,7 +261,9 @@ class Multiplied(nn.Module):
 def test_a_factor_near_the_references_is_told(layers, right, residual, precision):
     inputs = normal((512, WIDTH))
     result = twins(Multiplied, dict(residual=residual), inputs, precision, dict(layers=layers, residual=right))
-    tells_only(result, "factor", f"multiply by {right:g}, as the reference does; the factor is {residual:g}")
+    tells_only(
+        result, "factor", f"multiply by {right:g}, as the reference does; in all, the port multiplies by {residual:g}"
+    )
 
 
 # Sums that use the normed input of a branch instead of the stream.
