@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
+from parity.judge import directions
 from parity.judge.steps import multiple_moved
 from parity.mistakes import activations, attention, attention_mistakes
 from parity.mistakes.alternatives import is_written
 from parity.mistakes.hypothesis import Hypothesis, to_be_bounded
 from parity.search.held_weights import _as_it_is
+from parity.search.in_full import Explanation
 from parity.search.misplaced import _moved
-from parity.search.search import is_unusual
+from parity.search.search import _rivals, is_unusual
 from parity.search.steps import gradients_explained, guesses_of_any_step
 from parity.trace.calls import Misfit
 from tests.diagnosis.ports import compared, normal
@@ -224,3 +226,36 @@ def test_gradients_alone_are_blamed_only_if_outputs_passed(beyond, passed, monke
     assert all(one.passed for one in outputs) == passed
     assert bool(tried) == passed
     assert isinstance(result, parity.Result)
+
+
+# What two mistakes explain equally well is told as two.
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share", "title", "misfit", "is_rival"),
+    [
+        ("Float8CurrentScaling", 0.1, "factor", 1.0, True),
+        ("Float8CurrentScaling", 0.1, "factor", 1.1, False),
+        ("Float8CurrentScaling", 0.2, "factor", 1.0, False),
+        ("Float8CurrentScaling", 0.1, "norm-eps", 1.0, False),
+        (None, 0.1, "factor", 1.0, False),
+    ],
+)
+def test_in_fp8_mistakes_that_fit_as_well_as_the_first_are_rivals(recipe, share, title, misfit, is_rival):
+    def explained(title: str, misfit: float) -> Explanation:
+        return Explanation((Hypothesis(title, title, ""),), None, misfit, "output", 1.0, 0.1, ())
+
+    first, other = explained("norm-eps", 1.0), explained(title, misfit)
+    budget = SimpleNamespace(spent=lambda: False)
+    failure = SimpleNamespace(precision=SimpleNamespace(recipe=recipe), budget=lambda checks: budget)
+    search: Any = SimpleNamespace(failure=failure, explanation=lambda combination: other)
+    entries = [(share, other.hypotheses)]
+    assert [*_rivals(search, first, (0.1, first.hypotheses), entries)] == [other] * is_rival
+
+
+@pytest.mark.parametrize("titles", [("norm-eps",), ("norm-eps", "factor")])
+def test_of_several_mistakes_that_filters_find_none_is_a_fact(titles, monkeypatch):
+    tensor, check = SimpleNamespace(label="output"), SimpleNamespace(coefficient=1.0, value=9.0, limit=5.0)
+    found = [(tensor, check, SimpleNamespace(mistake=Hypothesis(title, title, ""))) for title in titles]
+    monkeypatch.setattr(directions, "found_by_filter", lambda tensors, known: found)
+    assert [one.sure for one in directions.findings((), ())] == [len(titles) == 1] * len(titles)
