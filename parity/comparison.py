@@ -58,12 +58,13 @@ from parity.passes.refusals import (
     WITHIN,
     answerable,
     gradients_missed,
+    left_unproven,
     proves_nothing,
     remarks,
 )
 from parity.result import PROBED, Result, TensorResult, as_printable
 from parity.shown import raised, said
-from parity.te import PRECISIONS, Kernels, Precision, why_unavailable
+from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.devices import classify
 from parity.te.state import Recomputes, own_recipes, quantization_seen
@@ -312,7 +313,7 @@ def _parts(asked: Asked) -> list[Case]:
 
 
 def _compared(asked: Asked) -> Judged:
-    unavailable = why_unavailable(asked.precision, asked.kernels)
+    unavailable = why_refused(asked.precision, asked.kernels)
     if unavailable is not None:
         return Judged(asked.result("skipped", reason=unavailable))
     try:
@@ -574,6 +575,7 @@ def _judged(asked: Asked, ran: _Ran) -> Judged:
     )
     if prepared.probed and not any(kind == PROBED for kind, _ in ran.made.tensors):
         notes += (LOOKS_UP_ELSE,)
+    notes += tuple(left_unproven(tensors, not prepared.evaluation))
     notes += tuple(filter(None, [effects.by_reference_alone(*changed), "" if ran.made.calls_te else WITHOUT_TE]))
     noted, numbers = judged_numbers(prepared, ran.made.numbers, precision, asked.calibration)
     notes += noted

@@ -50,7 +50,7 @@ from parity.search.over_ranks import (
 )
 from parity.search.stages import explained_by_stages, remarks_on_dropout, wrong_dropout, wrong_norm
 from parity.search.steps import listed
-from parity.te import Kernels, Precision, why_unavailable
+from parity.te import Kernels, Precision, why_refused
 from parity.te.attention_backend import AttentionBackend
 from parity.trace.effects import undisturbed
 
@@ -80,7 +80,7 @@ def compare_over_ranks_at(
     labelled = dataclasses.replace(checked, label=label_of_way(checked.label, ranks=made.label))
     whole = dataclasses.replace(case, probe=False)
     asked = Asked(whole, labelled, precision, seed, kernels, calibration, attention)
-    unavailable = why_unavailable(precision, kernels)
+    unavailable = why_refused(precision, kernels)
     if unavailable is None and kernels.backend == "gpu":
         unavailable = NO_RANKS
     if unavailable is not None:

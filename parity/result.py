@@ -30,6 +30,12 @@ Switch = Literal[
 DeviceError = Literal["", "out of memory", "broken"]
 
 
+class ProvesNothing(str):
+    """A note that a comparison, or one of its two passes, would have passed whatever the candidate computed."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Errors:
     """Say how far a tensor is from its golden value.
@@ -401,6 +407,15 @@ class Result:
         return item_name(self.case, self.precision, self.size_label, self.forced_attention)
 
 
+def strictly(result: Result) -> Result:
+    """Return an error in place of a result that proves nothing: a skip, or a pass with a note that says so."""
+    nothing = [note for note in result.notes if result.passed and isinstance(note, ProvesNothing)]
+    if result.status != "skipped" and not nothing:
+        return result
+    reason = "; ".join(filter(None, (result.reason, *nothing)))
+    return dataclasses.replace(result, status="error", reason=f"{reason} (an error because of --strict)", tensors=())
+
+
 def label_of(kind: Kind, name: str) -> str:
     """Return ``output``, ``probed output``, ``d input`` or ``d up_proj.weight``."""
     if kind.endswith("gradient"):
@@ -424,7 +439,7 @@ def as_printable(part: Part) -> Part:
     """
     value: Any = part
     if isinstance(value, str):
-        value = printable(value)
+        value = type(value)(printable(value))
     elif type(value) in (tuple, list):
         value = type(value)(map(as_printable, value))
     elif type(value) is dict:

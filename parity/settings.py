@@ -1,13 +1,20 @@
-"""Settings that need no torch: precision names, the most training steps, and how long a search may take."""
+"""Settings that need no torch: precision names, limits of steps and of a search, and a project's defaults."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from parity.user_error import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest depends on it there
 
 # The precisions' names, for code that does not need their meaning and so should not have to import torch.
 
@@ -64,3 +71,45 @@ def default_seconds() -> float:
 def seconds_of(text: str) -> float | None:
     """Return the number of seconds in a text; None if it is not one."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) and float(text) <= LONGEST else None
+
+
+# The defaults of a project: ``[tool.parity]`` in its pyproject.toml.
+
+
+def of_project(paths: Iterable[Path], start: Path, types: Mapping[str, tuple[type, ...]]) -> dict[str, str]:
+    """Return the defaults of options, as on the command line, from the nearest pyproject.toml that has some.
+
+    It is searched for as pytest searches for its own configuration: from the paths' common folder upwards, then from
+    the folder where the run was started.
+
+    Args:
+        paths: absolute paths of the files and folders to be compared.
+        start: where the run was started.
+        types: the types of TOML that an option's value may have; ``Path`` for a path, relative to the pyproject.toml.
+
+    Raises:
+        UserError: for an option that does not exist or a value of another type; names it.
+    """
+    existing = [str(path) for path in paths if path.exists()]
+    for top in [*([Path(os.path.commonpath(existing))] if existing else []), start]:
+        for file in (folder / "pyproject.toml" for folder in (top, *top.parents)):
+            try:
+                found = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["parity"].items()
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):  # a broken file is not parity's
+                continue
+            named = [(key.replace("_", "-"), value) for key, value in found]
+            return {name: _as_option(name, value, types, file) for name, value in named}
+    return {}
+
+
+def _as_option(name: str, value: object, types: Mapping[str, tuple[type, ...]], file: Path) -> str:
+    kinds = types.get(name)
+    if kinds is None:
+        raise UserError(f"{file}: [tool.parity]: {name} is not an option; there are {', '.join(types)}")
+    is_path = Path in kinds
+    if type(value) not in kinds and not (is_path and isinstance(value, str)):
+        wanted = " or ".join(sorted({kind.__name__.lower() for kind in kinds}))
+        raise UserError(f"{file}: [tool.parity]: {name} is {value!r}, but must be of the type {wanted}")
+    if isinstance(value, list):
+        return "".join(f"{one}," for one in value)
+    return ("no", "yes")[value] if isinstance(value, bool) else str(file.parent / str(value) if is_path else value)

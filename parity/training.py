@@ -73,7 +73,7 @@ from parity.search.switched import (
     replay_explained,
     replay_frozen,
 )
-from parity.te import Kernels, Precision, why_unavailable
+from parity.te import Kernels, Precision, why_refused
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.state import fresh_caches, fresh_quantization, is_quantized
 from parity.trace.effects import undisturbed
@@ -234,7 +234,7 @@ def train_at(
         checked, label=label_of_way(checked.label, steps, switch, made.label if made else "")
     )
     asked = Asked(case, labelled, precision, seed, kernels, calibration, attention)
-    unavailable = why_unavailable(precision, kernels)
+    unavailable = why_refused(precision, kernels)
     if unavailable is None and made is not None and kernels.backend == "gpu":
         unavailable = NO_RANKS
     if unavailable is not None:

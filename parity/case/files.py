@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from importlib import util
 from pathlib import Path
 from types import CodeType, FrameType
@@ -41,30 +39,25 @@ def imports_parity(file: Path) -> bool:
     return False
 
 
-def that_import_parity(
-    paths: Iterable[Path], patterns: Sequence[str], ignored_folders: Sequence[str]
-) -> Iterator[Path]:
-    """Yield the files that import parity, among the given ones and below the given folders.
+def text_of(file: Path) -> str:
+    """Return a file's text; empty for anything but a regular file, such as a FIFO, and if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8-sig", errors="replace") if is_regular(file) else ""
+    except (OSError, MemoryError):
+        return ""
 
-    Args:
-        paths: files and folders.
-        patterns: patterns of the files that count in a folder, as in pytest's ``python_files``.
-        ignored_folders: patterns of folder names, as in pytest's ``norecursedirs``.
-    """
-    for path in paths:
-        if path.is_file():
-            if imports_parity(path):
-                yield path
-            continue
-        for folder, subfolders, files in os.walk(path):
-            subfolders[:] = [name for name in subfolders if not any(fnmatch(name, p) for p in ignored_folders)]
-            candidates = (Path(folder, name) for name in files)
-            yield from (file for file in candidates if any(file.match(p) for p in patterns) and imports_parity(file))
+
+def is_regular(file: Path) -> bool:
+    """Return whether a regular file, or a link to one, has this path. A FIFO or a device must not even be opened."""
+    try:
+        return file.is_file()
+    except (OSError, ValueError):  # such as a name that is too long, or a folder that may not be entered
+        return False
 
 
 def _imported(file: Path) -> Iterator[str]:
     """Yield the modules that a file imports, with leading dots if they are relative, and also names of functions."""
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = text_of(file)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the text, such as invalid escapes; the import will warn
@@ -87,13 +80,13 @@ def _beside(file: Path, module: str) -> Iterator[Path]:
     level = len(module) - len(name)
     for base in [file.parents[min(level, len(file.parents)) - 1]] if level else [file.parent, _root(file)]:
         place = base.joinpath(*name.split("."))
-        yield from (found for found in (place.with_suffix(".py"), place / "__init__.py") if found.is_file())
+        yield from (found for found in (place.with_suffix(".py"), place / "__init__.py") if is_regular(found))
 
 
 def _root(file: Path) -> Path:
     """Return the folder of the outermost package that the file is in, from which its absolute imports start."""
     folder = file.parent
-    while (folder / "__init__.py").is_file() and folder != folder.parent:
+    while is_regular(folder / "__init__.py") and folder != folder.parent:
         folder = folder.parent
     return folder
 

@@ -71,7 +71,7 @@ def run(
     seeds: Annotated[str | None, typer.Option(help="20 means seeds 0 to 19; 0,3,7 lists them; 0 means seed 0.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
-    workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto for as many as fit.")] = "auto",
+    workers: Annotated[str | None, typer.Option("-n", help="Processes, or auto for as many as fit [auto].")] = None,
     timeout: Annotated[
         str | None, typer.Option(help="Seconds for an item, or to collect a file; 0 for none [600].")
     ] = None,
@@ -89,6 +89,7 @@ def run(
     against: Annotated[str | None, typer.Option(help="A baseline or a record: tell what changed since.")] = None,
     keep_runs: Annotated[str | None, typer.Option(help="How many earlier runs are kept [20].")] = None,
     ci: Annotated[str | None, typer.Option(help="junit, summary, annotations; all or none [all].")] = None,
+    strict: Annotated[bool | None, typer.Option(help="Skips, and comparisons that prove nothing, fail.")] = None,
 ) -> None:
     """Compare pairs and write a report. The exit code is 1 if one fails, or has regressed since a baseline."""
     from parity.cli import suite
@@ -97,8 +98,10 @@ def run(
         precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name, resume, steps
     )
     arguments += suite.engine(engine, address) + suite.kept(save_as, against, keep_runs, ci)
-    arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     files = suite.files(paths)
+    workers = workers or suite.workers_of_project(files)
+    arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
+    arguments += [] if strict is None else [f"--parity-strict={'yes' if strict else 'no'}"]
     is_own = context.obj == OWN_PROCESS
     raise typer.Exit(suite.run_in_this_process(files, arguments, workers) if is_own else suite.run(files, arguments))
 

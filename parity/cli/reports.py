@@ -40,12 +40,12 @@ def draw(file: Path, output: Path | None) -> bool:
     for target in targets:
         _write(target, (html if _is_html(target) else markdown).draw(run, file.stem), [file])
     print(markdown.verdict(run, shown.line))
-    for line in failure.lines(run.notes):
+    for line in (*failure.skips(run.skips), *failure.lines(run.notes)):
         print(line)
     for target in targets:
         print(f"{'page' if _is_html(target) else 'report'}: {target}")
     _end_if_damaged({file: read})
-    return run.complete and not run.failed
+    return run.complete and not run.failed and not run.skips
 
 
 def compare(file: Path, older: Path, output: Path | None) -> bool:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from parity.case.files import text_of
 from parity.progress import QUIET
 from parity.settings import PRECISION_NAMES
 from parity.user_error import UserError
@@ -130,8 +131,8 @@ def _sorted(folder: Path) -> list[Path]:
 def _declared(file: Path) -> Iterator[str]:
     """Yield the names of pairs that a file contains as literals, but not of those that it computes."""
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, SyntaxError, ValueError, RecursionError):
+        tree = ast.parse(text_of(file))
+    except (SyntaxError, ValueError, RecursionError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and _is_pair(node.func):

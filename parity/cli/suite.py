@@ -29,6 +29,7 @@ from parity.plugin.options import check_file
 from parity.progress import Following, followed, is_quiet
 from parity.report import markdown
 from parity.report.markdown import Curve
+from parity.settings import of_project
 from parity.te import PRECISIONS, why_unavailable
 from parity.training import train_at
 from parity.user_error import UserError
@@ -114,7 +115,7 @@ def _expand(path: str) -> Iterator[str]:
             raise UserError(f"{file}: a file of pairs is a Python file, its name ends in .py")
         yield path
         return
-    pairs = [child for child in sorted(file.rglob("*.py")) if imports_parity(child) and not _is_hidden(child, file)]
+    pairs = [child for child in sorted(file.rglob("*.py")) if not _is_hidden(child, file) and imports_parity(child)]
     if not pairs:
         raise UserError(f"no Python file in {file} imports parity")
     yield from map(str, pairs)
@@ -259,13 +260,18 @@ class _CollectionErrors:
     """A pytest plugin that keeps a message, without a traceback, about everything that could not be collected.
 
     Attributes:
+        is_begun: whether an item has a report, even if it was skipped.
         messages: the messages, by id.
         skipped: a sentence with the reason for each file that skips itself, by id.
     """
 
     def __init__(self) -> None:
+        self.is_begun = False
         self.messages: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self) -> None:
+        self.is_begun = True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -313,7 +319,7 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
         for message in errors.messages.values():
             print(f"parity: {message}", file=sys.stderr)
         return MISTAKE
-    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED and not errors.is_begun:
         reasons = [*errors.skipped.values(), *_unknown(files)] or [_without_a_match(files, arguments)]
         print(f"parity: nothing to compare: {'; '.join(reasons)}", file=sys.stderr)
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -477,6 +483,16 @@ def kept(save_as: str | None, against: str | None, keep_runs: str | None, ci: st
     return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]
 
 
+def workers_of_project(files: Iterable[str]) -> str:
+    """Return the number of processes from the project's defaults, as text for ``workers``.
+
+    Raises:
+        UserError: if one of the defaults is not valid.
+    """
+    paths = [Path(file.split("::")[0]).resolve() for file in files]
+    return of_project(paths, Path.cwd(), options.TYPES).get("workers", "auto")
+
+
 def workers(text: str) -> list[str]:
     """Return pytest-xdist's arguments for a number of processes, or for ``auto``.
 
@@ -484,7 +500,7 @@ def workers(text: str) -> list[str]:
         UserError: if the text is neither.
     """
     if text != "auto" and not text.isdecimal():
-        raise UserError(f"-n is {text!r}, but must be a number of processes or auto")
+        raise UserError(f"-n (workers) is {text!r}, but must be a number of processes or auto")
     return ["-n", text]
 
 

@@ -27,7 +27,7 @@ from parity.passes.all_passes import Tensors, model_numbers, returned_dtype
 from parity.passes.one_pass import Pass, selecting
 from parity.passes.prepare import Prepared
 from parity.passes.refusals import overflows_within
-from parity.result import Check, Determinism, Finding, Kind, Result, Status, TensorResult
+from parity.result import Check, Determinism, Finding, Kind, ProvesNothing, Result, Status, TensorResult
 
 if TYPE_CHECKING:
     from parity.judge.directions import Direction
@@ -448,7 +448,11 @@ def merged(results: Sequence[Result]) -> Result:
         told,
         tensors=thinned(sorted(tensors.values(), key=lambda tensor: _KINDS.index(tensor.kind))),
         findings=_findings(results),
-        notes=tuple(dict.fromkeys(chain.from_iterable(result.notes for result in results))),
+        notes=tuple(
+            note
+            for note in dict.fromkeys(chain.from_iterable(result.notes for result in results))
+            if not isinstance(note, ProvesNothing) or all(note in result.notes for result in results)
+        ),
         attention=", ".join(dict.fromkeys(filter(None, (result.attention for result in results)))),
         determinism=_determinism([result.determinism for result in results if result.determinism is not None]),
         device_error=next((result.device_error for result in results if result.device_error), ""),

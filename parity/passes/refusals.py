@@ -12,7 +12,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from parity.case.weight_map import WeightMap, names
 from parity.numerics.errors import Truths, all_finite, difference, max_abs, relative_l2
-from parity.result import PROBED, Kind, TensorResult
+from parity.result import PROBED, Kind, ProvesNothing, TensorResult
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -228,6 +228,24 @@ def proves_nothing(tensors: Sequence[TensorResult]) -> bool:
     """
     not_zero = [tensor for tensor in tensors if tensor.errors.golden_rms]
     return bool(not_zero) and len(_lost(tensors)) == len(not_zero)
+
+
+def left_unproven(tensors: Sequence[TensorResult], differentiated: bool) -> Iterator[ProvesNothing]:
+    """Yield a note for each of the two passes of which no tensor shows anything.
+
+    Args:
+        tensors: the results of a comparison.
+        differentiated: whether there should be a backward pass.
+    """
+    lost = _lost(tensors)
+    shown = {tensor.kind.endswith("gradient") for tensor in tensors if tensor.errors.golden_rms and tensor not in lost}
+    if False not in shown:
+        yield ProvesNothing("nothing is known of the forward pass: every output is empty, 0 or lost to rounding")
+    if differentiated and True not in shown:
+        yield ProvesNothing(
+            "nothing is known of the backward pass: every gradient is empty, 0 or lost to rounding, or there is none; "
+            "a pair without gradients has parity.Pair(evaluation=True)"
+        )
 
 
 def _lost(tensors: Sequence[TensorResult]) -> list[TensorResult]:

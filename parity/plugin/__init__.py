@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,19 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity.case.files import imports_parity
+import parity
+from parity.case.files import imports_parity, is_regular
 from parity.machine import devices
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
 from parity.plugin import alone, apart, collecting, ending, options, recorder
 from parity.plugin.collecting import Module, collected_in_time, too_late, unknown_pairs
-from parity.plugin.item import DETAILS, BrokenCase, ParityItem
+from parity.plugin.item import DETAILS, NOT_FORKED, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import FINISHED, Options
 from parity.plugin.part import ITEMS, narrow
 from parity.plugin.recorder import GitHub, Recorder
-from parity.plugin.workers import Workers, files_of_cases, gpus_of, has_cases, how_many, withhold_pipes
+from parity.plugin.scan import files_of_cases, has_cases
+from parity.plugin.workers import Workers, gpus_of, how_many, withhold_pipes
+from parity.shown import printable, text
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -37,6 +41,21 @@ if TYPE_CHECKING:
     from parity.result import Switch
     from parity.te import Kernels
 
+
+class _Folders(list[str]):
+    """The folders of ``parity``: its own, and those of packages of that name that pytest puts on ``sys.path``.
+
+    pytest imports ``tests/parity/test_x.py`` as ``parity.test_x`` if that folder has an ``__init__.py``.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        yield from super().__iter__()
+        for folder in (os.path.join(each, "parity") for each in sys.path):
+            if is_regular(Path(folder, "__init__.py")):
+                yield folder
+
+
+parity.__path__ = _Folders(parity.__path__)
 _OPTIONS = pytest.StashKey[Options]()
 _KERNELS = pytest.StashKey["Kernels"]()
 _GPUS = pytest.StashKey[list[Device]]()
@@ -69,6 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
         narrow(config, given[ITEMS])
     if has_cases(config):
         if not hasattr(config, "workerinput"):
+            if config.getoption("forked", False):
+                raise pytest.UsageError(f"pairs cannot be compared with --forked: {NOT_FORKED}")
             _check_surroundings(config.stash[_OPTIONS])
             _go_on(config)
         ending.heed_signals(config)
@@ -76,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _go_to_ray(config)
         return
     _place(config)
-    if config.stash[_OPTIONS].backend == "gpu":
+    if config.stash[_OPTIONS].backend == "gpu" and has_cases(config):
         from parity import te
 
         reason = te.why_no_gpu()
@@ -93,13 +114,19 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     The run then survives that item. A run on a Ray cluster has no workers on this machine.
     """
     option = config.option
+    try:
+        options.apply_project(config)
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
     if _is_elsewhere(config):
         given = getattr(option, "numprocesses", None)
         config.stash[_MOST_TASKS] = given if isinstance(given, int) and given else None
         option.numprocesses, option.dist, option.tx = 0, "no", []  # as xdist reads -n 0
         return
     without_workers = not getattr(option, "numprocesses", 0) and getattr(option, "dist", "") == "no"
-    if without_workers and not (hasattr(config, "workerinput") or option.usepdb or option.collectonly):
+    if without_workers and not (
+        hasattr(config, "workerinput") or config.getoption("usepdb", False) or option.collectonly
+    ):
         try:
             asked = options.read(config)
         except UserError:  # pytest_configure reports it
@@ -124,7 +151,7 @@ def _go_to_ray(config: pytest.Config) -> None:
     """Connect to the Ray cluster that collects and compares the items of this run."""
     from parity.plugin.ray_engine import RayEngine
 
-    if config.option.usepdb:
+    if config.getoption("usepdb", False):
         raise pytest.UsageError("--pdb needs the comparison in this process: leave out the engine ray")
     try:
         engine = RayEngine(config, config.stash[_OPTIONS], config.stash.get(_MOST_TASKS, None), _finished(config))
@@ -268,13 +295,14 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     case_module = sys.modules.get("parity.case.case")
     if case_module is None:
         return None
-    if isinstance(obj, pytest.MarkDecorator):
+    kind: type[object] = type(obj)  # a proxy may raise when isinstance asks for its __class__
+    if kind is pytest.MarkDecorator:
         from parity.case.registry import MARKS_BELONG
 
-        for case in obj.args:
+        for case in getattr(obj, "args", ()):
             if isinstance(case, case_module.Case):
                 raise UserError(f"{case.path}:{case.line}: pair {case.name!r}: {MARKS_BELONG}")
-    return [] if isinstance(obj, case_module.Case) else None
+    return [] if issubclass(kind, case_module.Case) else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -288,7 +316,7 @@ def pytest_make_collect_report(
     if isinstance(collector, pytest.Module) and collector.path in collector.config.stash.get(_OF_PAIRS, ()):
         from parity.case.registry import mistakes_kept
 
-        seconds = 0.0 if collector.config.getoption("usepdb") else collector.config.stash[_OPTIONS].timeout
+        seconds = 0.0 if collector.config.getoption("usepdb", False) else collector.config.stash[_OPTIONS].timeout
         try:
             with collected_in_time(collector, seconds), mistakes_kept(), apart.imported(collector):
                 report = yield
@@ -308,6 +336,8 @@ def pytest_make_collect_report(
     if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
         report.longrepr = _told(call.excinfo.value, collector.config.option.verbose >= DETAILS)
     if report.failed and _has_pairs(collector):
+        if printable(told := report.longreprtext) != told:
+            report.longrepr = text(told)
         collecting.note(report, collector.config.invocation_params.dir)
     return report
 
@@ -426,7 +456,13 @@ def pytest_runtest_makereport(
         return report
     if report.skipped and not item.results:
         told = report.longrepr
-        item.results.append(item.skipped(str(told[2] if isinstance(told, tuple) else told)))
+        skipped = item.skipped(str(told[2] if isinstance(told, tuple) else told))
+        if item.options.strict and not hasattr(report, "wasxfail"):
+            from parity.result import strictly
+
+            skipped = strictly(skipped)
+            report.outcome, report.longrepr = "failed", skipped.reason
+        item.results.append(skipped)
     elif report.skipped:
         path, line, _ = item.reportinfo()
         report.longrepr = (str(path), line + 1, f"Skipped: {item.results[-1].reason}")
@@ -437,6 +473,13 @@ def pytest_runtest_makereport(
     if ending.BROKEN_BY in item.config.stash:
         ending.announce(report)
     return report
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """Let the limit of pytest-timeout end a comparison as parity's own does: it would take its alarm for the pair's."""
+    if isinstance(item, ParityItem):
+        item.until = time.monotonic() + settings.timeout, ending.too_long(settings.timeout, "pytest-timeout")
 
 
 def _note_properties(item: ParityItem) -> None:
@@ -482,7 +525,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Schedule by content, unless the user has named a distribution."""
-    if config.getvalue("dist") != "load":
+    if config.getvalue("dist") != "load" or not has_cases(config):
         return None
     from parity.plugin.workers import SchedulingByContent
 

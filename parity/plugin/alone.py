@@ -16,16 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from glob import glob
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeAlias
 
 import pytest
 
-from parity.case.files import that_import_parity
 from parity.machine import process
 from parity.machine.process import LastWord, glibc, withheld
+from parity.plugin import scan
 
 # A case that calls os._exit would end the run with its own exit code and without a report.
 
@@ -221,7 +220,7 @@ def watch(config: pytest.Config) -> None:
     """Continue in a child process if this is the process of pytest's command and compares pairs itself."""
     if config.pluginmanager.is_blocked(_NAME):  # by -p no:parity-watched
         return
-    if _compares_itself(config) and _is_of_its_command() and process.possible() and _has_cases(config):
+    if _compares_itself(config) and _is_of_its_command() and process.possible() and scan.may_have_cases(config):
         word = process.supervised()
         if word is not None:
             config.pluginmanager.register(Watched(word), _NAME)
@@ -247,14 +246,3 @@ def _frames() -> Iterator[FrameType]:
 
 def _name_in_pytest(frame: FrameType) -> str:
     return frame.f_code.co_name if frame.f_globals.get("__name__") == "_pytest.config" else ""
-
-
-def _has_cases(config: pytest.Config) -> bool:
-    """Return whether a file that pytest is asked for imports parity. ``config.args`` is not filled in yet."""
-    start = config.invocation_params.dir
-    by_default = config.getini("testpaths") if start == config.rootpath else []
-    named = config.known_args_namespace.file_or_dir or [
-        found for pattern in by_default for found in sorted(glob(pattern, root_dir=start, recursive=True))
-    ]
-    paths = [start / name.split("::")[0] for name in named or ["."]]
-    return any(that_import_parity(paths, config.getini("python_files"), config.getini("norecursedirs")))

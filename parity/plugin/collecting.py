@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from parity.case.files import text_of
 from parity.plugin import ending
 from parity.plugin.alone import exit_heard, exit_refused
 from parity.plugin.options import of
@@ -182,8 +183,7 @@ def may_match(keyword: str, files: Iterable[str]) -> bool:
     if "not" in words or not words:
         return True
     places = [Path(file.partition("::")[0]) for file in files]
-    texts = [place.read_text(encoding="utf-8", errors="replace") for place in places]
-    known = "\n".join([*PRECISION_NAMES, *map(str, places), *texts]).lower()
+    known = "\n".join([*PRECISION_NAMES, *map(str, places), *map(text_of, places)]).lower()
     return any(word in known or re.search(r"\d", word) for word in words)
 
 

@@ -43,13 +43,13 @@ class Entry:
         running: the record's line for it if it never ends. That is an error with an empty reason or, once there is a
             verdict, the verdict with a last note that the search for the cause, or a second look, was cut short.
         environment: the record's first line.
-        limit: how many seconds the comparison may take.
+        limit: the message if the comparison takes longer than it may.
     """
 
     node_id: str
     running: str
     environment: str
-    limit: float
+    limit: str
 
     @property
     def has_verdict(self) -> bool:
@@ -154,7 +154,7 @@ class Diary:
 
 def _entry_of(content: Any) -> Entry:
     entry = Entry(**content)
-    if not isinstance(entry.limit, (int, float)) or not isinstance(entry.environment, str):
+    if not isinstance(entry.limit, str) or not isinstance(entry.environment, str):
         raise reading.NotReadableError("no entry of a diary")
     entry.ended_by("")
     return entry
@@ -315,7 +315,10 @@ RESUME = (
 
 def keep_stderr(config: pytest.Config) -> None:
     """Keep a descriptor of standard error that pytest will not capture, for the last messages."""
-    config.stash[STDERR] = os.dup(2)
+    try:
+        config.stash[STDERR] = os.dup(2)
+    except OSError:  # it is closed
+        config.stash[STDERR] = os.open(os.devnull, os.O_WRONLY)
     config.add_cleanup(lambda: os.close(config.stash[STDERR]))
 
 
@@ -358,7 +361,7 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
         main_thread: the identifier of the thread that hangs.
     """
     ended = "its worker was ended and replaced" if item.workplace.worker else _END_OF_RUN
-    _end_with_item(item, f"{too_long(item.options.timeout)}; {ended}", main_thread)
+    _end_with_item(item, f"{item.too_long}; {ended}", main_thread)
 
 
 def exits_in_c(item: ParityItem) -> None:
@@ -426,9 +429,9 @@ def _record_as_not_compared(ended_by: ParityItem) -> None:
             recorder.record(of_item(item))
 
 
-def too_long(seconds: float) -> str:
+def too_long(seconds: float, whose: str = "--parity-timeout, or --timeout of parity run") -> str:
     """Return the message that a comparison, or a file's collection, took longer than its limit."""
-    return f"ran longer than {seconds:g} s (--parity-timeout, or --timeout of parity run)"
+    return f"ran longer than {seconds:g} s ({whose})"
 
 
 # A run that is asked to end early keeps its results and draws its report.

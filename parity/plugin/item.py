@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +16,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import pytest
+from _pytest.fixtures import TopRequest
 
 from parity.machine.process import withheld
 from parity.plugin import alone, ending
 from parity.plugin.ending import Entry, time_limit
 from parity.plugin.options import Options, Workplace, of
 from parity.shown import raised
+from parity.user_error import UserError
 
 if TYPE_CHECKING:
     from parity.case.case import Case
@@ -186,7 +190,8 @@ def attempt(
     memory.release()
     reason = (
         f"does not fit in memory, even in a second attempt with the device to itself: it needs about "
-        f"{devices.in_words(needed())}, and {devices.in_words(devices.free())} are free; {second.reason}"
+        f"{devices.in_words(needed())}, and {devices.in_words(devices.free())} are free; declare a smaller size, or "
+        f"compare it on a machine with more memory: {second.reason}"
     )
     return dataclasses.replace(second, status="skipped", reason=reason)
 
@@ -214,6 +219,11 @@ def _device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:
 
 DETAILS = 2  # the number of -v from which on tracebacks are shown
 _MARKS = pytest.StashKey[set[str]]()
+_SOON = 0.001  # seconds; 0 would be no limit
+NOT_FORKED = (
+    "a forked process has neither PyTorch's threads nor a GPU: leave it out, or use -n 1, which compares in a process "
+    "of its own and replaces it if a pair ends it"
+)
 
 
 _SEARCH = "the search for the cause"
@@ -240,6 +250,8 @@ class ParityItem(pytest.Item):
             withdraw the verdict.
         disturbed: what other tests had changed and was undone; None if that is not known.
         workplace: where this process runs it.
+        until: when pytest-timeout's limit for the item is over, on the monotonic clock, and how a message says so.
+        too_long: how a message says that the current comparison took longer than it may.
     """
 
     def __init__(
@@ -263,9 +275,16 @@ class ParityItem(pytest.Item):
         self.verdict: Result | None = None
         self.unfinished = _SEARCH
         self.disturbed: Disturbed | None = None
+        self.until, self.too_long = (math.inf, ""), ending.too_long(options.timeout)
+        self.obj, self.funcargs = case.factory, dict[str, Any]()
+        self._fixtureinfo = self.session._fixturemanager.getfixtureinfo(self, None, None)
+        self.fixturenames = self._fixtureinfo.names_closure
+        self._request = TopRequest(self, _ispytest=True)  # type: ignore[arg-type]
         for mark in ("parity", precision.name, *case.marks):
             _register(self.config, mark)
             self.add_marker(mark)
+        if self.get_closest_marker("forked"):
+            raise UserError(f"{case.path}:{case.line}: pair {case.name!r} has the mark forked, but {NOT_FORKED}")
 
     @property
     def workplace(self) -> Workplace:
@@ -274,7 +293,7 @@ class ParityItem(pytest.Item):
     @property
     def key(self) -> str:
         """The id of the item's results in a record."""
-        return f"{self._path_to_show()}::{self.name}"
+        return f"{self._from_start(self.path)}::{self.name}"
 
     @property
     def limits(self) -> str:
@@ -292,23 +311,31 @@ class ParityItem(pytest.Item):
 
         return limits.compared(load(self.options.calibration)) if self.options.calibration else ()
 
+    def setup(self) -> None:
+        """Set up the fixtures that are used without being arguments: those with ``autouse`` and ``usefixtures``."""
+        self._request._fillfixtures()
+
     def runtest(self) -> None:
         from parity.judge.limits import load, packaged
         from parity.report import failure
         from parity.report.record import Item
+        from parity.result import strictly
 
         self.results.clear()
+        getattr(self, "cancel_timeout", lambda: None)()  # of pytest-timeout; ``until`` ends the comparison
         calibration = load(self.options.calibration) if self.options.calibration else packaged()
         try:
             for seed in self.options.seeds:
                 self.results.append(self._result(seed, calibration))
-                if self.results[0].status == "skipped":
-                    pytest.skip(self.results[0].reason)
-                if ending.is_time_up(self.config):
+                if self.results[0].status == "skipped" or ending.is_time_up(self.config):
                     break
         except KeyboardInterrupt:
             ending.keep_finished_seeds(self)
             raise
+        if self.options.strict:
+            self.results[:] = map(strictly, self.results)
+        if self.results[0].status == "skipped":
+            pytest.skip(self.results[0].reason)
         item = Item(tuple(self.results))
         if item.bad:
             raise ParityError(failure.message(item, self.config.option.verbose >= DETAILS, self.limits))
@@ -333,7 +360,7 @@ class ParityItem(pytest.Item):
             if not ending.is_time_up(self.config):
                 raise
             memory.release()  # a pass may have left the reference half changed
-            result = self.cut_short(f"{ending.too_long(self.options.timeout)}; {interrupted_at(error)}")
+            result = self.cut_short(f"{self.too_long}; {interrupted_at(error)}")
         self.verdict = None
         if self.disturbed is not None:
             from parity.comparison import noting
@@ -341,7 +368,7 @@ class ParityItem(pytest.Item):
             result = noting(result, self.disturbed)
         if result.device_error == "broken":
             stash[ending.BROKEN_BY] = self.nodeid
-        return as_printable(dataclasses.replace(result, path=self._path_to_show()))
+        return as_printable(dataclasses.replace(result, path=self._from_start(self.path)))
 
     def _need(self) -> int | None:
         """Estimate the bytes that a comparison needs; return None if they are unknown or the estimate raises."""
@@ -432,7 +459,7 @@ class ParityItem(pytest.Item):
             backend=self.kernels.backend,
             status="error",
             reason=reason,
-            path=self._path_to_show(),
+            path=self._from_start(self.path),
             forced_attention=self.attention or "",
             device_error=device_error,
             ranks=ranks,
@@ -451,7 +478,11 @@ class ParityItem(pytest.Item):
         diary = self.workplace.diary
         expired = partial(ending.out_of_time, self, threading.get_ident())
         stacks = diary.stacks if diary else self.config.stash[ending.STDERR]
-        seconds = 0.0 if self.config.getoption("usepdb") else self.options.timeout
+        own, (until, of_pytest_timeout) = self.options.timeout or math.inf, self.until
+        left = max(until - time.monotonic(), _SOON)
+        seconds, self.too_long = min((own, ending.too_long(own)), (left, of_pytest_timeout))
+        if seconds == math.inf or self.config.getoption("usepdb", False):
+            seconds = 0.0
         interrupt = ending.interruption(self.config)
         return time_limit(seconds, expired, stacks, None if self.workplace.worker else interrupt)
 
@@ -468,7 +499,7 @@ class ParityItem(pytest.Item):
         from parity.report import record
 
         running = record.result_line(self.cut_short(""))
-        return Entry(self.nodeid, running, ending.environment_line(self), self.options.timeout)
+        return Entry(self.nodeid, running, ending.environment_line(self), self.too_long)
 
     def _note_look(self, verdict: Result | None, decided: bool) -> None:
         """Keep the verdict of a first look until a second one has ended, and then the verdict of that one."""
@@ -481,7 +512,7 @@ class ParityItem(pytest.Item):
             verdict: the failure; None if it was withdrawn.
             unfinished: the part of the comparison that has not ended.
         """
-        self.verdict = verdict and dataclasses.replace(verdict, path=self._path_to_show())
+        self.verdict = verdict and dataclasses.replace(verdict, path=self._from_start(self.path))
         self.unfinished = unfinished
         diary = self.workplace.diary
         if diary is not None:
@@ -497,15 +528,9 @@ class ParityItem(pytest.Item):
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, self.case.line - 1, self.name
 
-    def _path_to_show(self) -> str:
-        """Return the file relative to where pytest was started, because reports show no folder above that."""
-        start = self.config.invocation_params.dir
-        return self._from_start(self.path) if self.path.is_relative_to(start) else self.nodeid.split("::")[0]
-
     def _from_start(self, path: Path) -> str:
-        """Return the path relative to where pytest was started if it is below; else the whole path."""
-        start = self.config.invocation_params.dir
-        return (path.relative_to(start) if path.is_relative_to(start) else path).as_posix()
+        """Return the path relative to where pytest was started, from where the reports' commands work."""
+        return Path(os.path.relpath(path, self.config.invocation_params.dir)).as_posix()
 
 
 def _register(config: pytest.Config, mark: str) -> None:

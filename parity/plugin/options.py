@@ -14,8 +14,9 @@ import pytest
 
 from parity.machine import devices
 from parity.plugin.ending import Diary
+from parity.plugin.scan import has_cases
 from parity.report import earlier
-from parity.settings import LONGEST, MOST_STEPS, check_precisions, default_seconds, seconds_of
+from parity.settings import LONGEST, MOST_STEPS, check_precisions, default_seconds, of_project, seconds_of
 from parity.user_error import UserError
 
 # The workplace of one process of a run: its device, its share of the device's memory, and the place of its diary.
@@ -156,6 +157,7 @@ class Options:
         start: the folder where pytest was started; baselines are kept below it.
         keep_runs: how many earlier runs of the same name are kept.
         ci: the kinds of output for a CI system, a subset of ``CI``.
+        strict: whether an item that is skipped, or whose comparison proves nothing, is an error.
     """
 
     precisions: tuple[str, ...] | None
@@ -177,6 +179,7 @@ class Options:
     start: Path = Path()
     keep_runs: int = 20
     ci: frozenset[str] = frozenset()
+    strict: bool = False
 
     @property
     def record(self) -> Path:
@@ -198,45 +201,79 @@ class Options:
             "--parity-attention": self.attention,
             "--parity-determinism": "yes" if self.determinism else "no",
             "--parity-diagnosis": "no" if self.diagnosis is None else f"{self.diagnosis:g}",
+            "--parity-strict": "yes" if self.strict else "",
             "--parity-calibration": self.calibration.name if self.calibration else "",
         }
+
+
+# Each option's name, default, form and help.
+_DECLARED = (
+    ("precisions", "", "P,P", "compare at these precisions only, e.g. fp32,bf16 (default: all)"),
+    ("backend", "auto", "auto|gpu|cpu", "TransformerEngine's real kernels, or emulated ones (default: auto)"),
+    ("seeds", "1", "N|S,S", "20 means seeds 0 to 19; 0,3,7 or 5-9 list them; 3, or 0 means only this one"),
+    ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
+    ("name", "parity", "NAME", "the report's name (default: parity)"),
+    ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
+    ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
+    ("steps", "", "N", "train every pair for so many steps, 0 for none (default: what each pair declares)"),
+    ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
+    ("timeout", "600", "SECONDS", "for an item at one seed, and to collect a file; 0: no limit (default: 600)"),
+    ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
+    ("resume", "no", "yes|no", "resume a run that did not finish, from its record (default: no)"),
+    ("save-as", "", "NAME", "keep the record as the baseline NAME, for --parity-against"),
+    ("against", "", "NAME|RECORD", "tell what has changed since a baseline; fails if something regressed"),
+    ("keep-runs", "20", "N", "how many earlier runs of the same name are kept in DIR/runs (default: 20)"),
+    ("ci", "all", "all|none|P,P", "output for CI systems: junit, summary, annotations (default: all)"),
+    ("strict", "no", "yes|no", "items that are skipped, or whose comparison proves nothing, are errors (default: no)"),
+    ("engine", "local", "local|ray", "compare on this machine, or on the nodes of a Ray cluster (default: local)"),
+    (
+        "address",
+        "",
+        "ADDRESS",
+        "address of the Ray cluster; local starts one (default: RAY_ADDRESS, or the one that runs here)",
+    ),
+)
+_TYPES_OF_FORMS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("yes", "no"), (bool,)),
+    **dict.fromkeys(("P,P", "S,S"), (str, list)),
+    **dict.fromkeys(("DIR", "FILE"), (Path,)),
+    "N": (int,),
+    "SECONDS": (int, float),
+}
+TYPES: dict[str, tuple[type, ...]] = {
+    name: tuple(kind for form in metavar.split("|") for kind in _TYPES_OF_FORMS.get(form, (str,)))
+    for name, _, metavar, _ in _DECLARED
+} | {"workers": (int, str)}
+"""The types of TOML that options may have in ``[tool.parity]``; ``workers`` is for ``parity run``."""
 
 
 def declare(parser: pytest.Parser) -> None:
     """Declare the options to pytest. Each is also an ini value, such as ``parity_seeds`` for ``--parity-seeds``."""
     group = parser.getgroup("parity", "parity: PyTorch against TransformerEngine")
-    for name, default, metavar, text in (
-        ("precisions", "", "P,P", "compare at these precisions only, e.g. fp32,bf16 (default: all)"),
-        ("backend", "auto", "auto|gpu|cpu", "TransformerEngine's real kernels, or emulated ones (default: auto)"),
-        (
-            "seeds",
-            "1",
-            "N|S,S",
-            "20 means seeds 0 to 19; 0,3,7 or 5-9 list them; 3, or 0 means only this one (default: 1)",
-        ),
-        ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
-        ("name", "parity", "NAME", "the report's name (default: parity)"),
-        ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
-        ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
-        ("steps", "", "N", "train every pair for so many steps, 0 for none (default: what each pair declares)"),
-        ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
-        ("timeout", "600", "SECONDS", "for an item at one seed, and to collect a file; 0: no limit (default: 600)"),
-        ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
-        ("resume", "no", "yes|no", "resume a run that did not finish, from its record (default: no)"),
-        ("save-as", "", "NAME", "keep the record as the baseline NAME, for --parity-against"),
-        ("against", "", "NAME|FILE", "tell what has changed since a baseline; fails if something regressed"),
-        ("keep-runs", "20", "N", "how many earlier runs of the same name are kept in DIR/runs (default: 20)"),
-        ("ci", "all", "all|none|P,P", "output for CI systems: junit, summary, annotations (default: all)"),
-        ("engine", "local", "local|ray", "compare on this machine, or on the nodes of a Ray cluster (default: local)"),
-        (
-            "address",
-            "",
-            "ADDRESS",
-            "address of the Ray cluster; local starts one (default: RAY_ADDRESS, or the one that runs here)",
-        ),
-    ):
-        group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
+    for name, default, metavar, text in _DECLARED:
+        if name == "strict":  # a flag that may have a value, but does not take the next argument for it
+            for value, flags in (("yes", ("", "=yes")), ("no", ("=no",))):
+                names = [f"--parity-{name}{flag}" for flag in flags]
+                group.addoption(*names, dest=f"parity_{name}", action="store_const", const=value, help=text)
+        else:
+            group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
         parser.addini(f"parity_{name}", f"the same as --parity-{name}", default=default)
+
+
+def apply_project(config: pytest.Config) -> None:
+    """Take the project's defaults of options that the command line leaves out.
+
+    Raises:
+        UserError: if one is not an option, or has a value of another type.
+    """
+    if not has_cases(config):
+        return
+    start = config.invocation_params.dir
+    paths = [start / argument.split("::")[0] for argument in config.args]
+    for name, value in of_project(paths, start, TYPES).items():
+        option = f"parity_{name}"
+        if getattr(config.option, option, "") is None and not (name == "backend" and os.environ.get(PARITY_BACKEND)):
+            setattr(config.option, option, value)
 
 
 def read(config: pytest.Config) -> Options:
@@ -275,6 +312,7 @@ def read(config: pytest.Config) -> Options:
         start=config.invocation_params.dir,
         keep_runs=parse_keep_runs(value("keep-runs"), "--parity-keep-runs"),
         ci=parse_ci(value("ci"), "--parity-ci"),
+        strict=_parse_yes("strict", value("strict")),
     )
 
 
@@ -317,7 +355,7 @@ def parse_ci(text: str, option: str) -> frozenset[str]:
     """
     if text in ("all", "none"):
         return frozenset(CI if text == "all" else ())
-    chosen = frozenset(part.strip() for part in text.split(","))
+    chosen = frozenset(filter(None, (part.strip() for part in text.split(","))))
     if not chosen <= set(CI):
         raise UserError(f"{option} is {text!r}, but must be all, none, or some of {', '.join(CI)}")
     return chosen

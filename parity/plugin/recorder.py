@@ -63,6 +63,7 @@ class Recorder:
         self._since: Told | None = None
         self._verdict = ""
         self._begun = False
+        self._others = False  # whether anything but pairs ran
         self._meanwhile: int | None = None
         self._waiter: Waiter | None = None
         self._stderr = stderr
@@ -117,6 +118,8 @@ class Recorder:
         if lines:
             del report.parity_lines  # pytest keeps every report until its end
             self.record(lines)
+        elif report.when == "call" and not report.skipped:
+            self._others = True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         message = collecting.noted(report)
@@ -243,6 +246,8 @@ class Recorder:
             session.exitstatus = pytest.ExitCode.INTERRUPTED  # the run passed, but no file says so
         if self._unfinished is not None and self._digest is not None:
             session.exitstatus = self._exit_code(session.exitstatus)
+        if self._digest and self._digest.skips and not self._others and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         if self._since is not None and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = self._since.code
 
@@ -305,7 +310,7 @@ class Recorder:
         terminalreporter.write_line(self._verdict, bold=True, red=failed, green=self._digest.complete and not failed)
         for line in failure.lines_of_failures(self._digest.items, self._digest.failed):
             terminalreporter.write_line(line)
-        for note in failure.lines(self._digest.notes):
+        for note in (*failure.skips(self._digest.skips), *failure.lines(self._digest.notes)):
             terminalreporter.write_line(note)
         for trouble in self._troubles:
             terminalreporter.write_line(shown.text(trouble))

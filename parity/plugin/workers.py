@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScheduling, LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-from parity.case.files import that_import_parity
 from parity.machine import devices
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, Device
 from parity.machine.process import withheld
@@ -121,8 +120,7 @@ def _record(node_id: str, diary: Diary, report: Any) -> None:
     stacks = diary.stacks.read_text(encoding="utf-8", errors="replace") if diary.stacks.exists() else ""
     cause = _cause_of_death(report.node)
     if stacks:
-        limit = f"ran longer than {entry.limit:g} s (--parity-timeout, or --timeout of parity run)"
-        cause = f"{limit}, and kept every Python thread from running; its worker was ended and replaced"
+        cause = f"{entry.limit}, and kept every Python thread from running; its worker was ended and replaced"
         report.sections.append(("where it was", stacks))
     results = [*finished, entry.ended_by(cause, from_outside=not stacks)]
     report.parity_lines = {"environment": entry.environment, "results": results}
@@ -161,23 +159,6 @@ def withhold_pipes(config: pytest.Config) -> None:
 GPU_BYTES = 8 * 2**30
 HOST_BYTES = 2 * 2**30
 HOST_BYTES_WITH_CUDA = 4 * 2**30
-
-
-def has_cases(config: pytest.Config) -> bool:
-    """Return whether a file that pytest was asked for imports parity. The plugin leaves other runs alone."""
-    if _HAS_CASES not in config.stash:
-        config.stash[_HAS_CASES] = next(files_of_cases(config), None) is not None
-    return config.stash[_HAS_CASES]
-
-
-_HAS_CASES = pytest.StashKey[bool]()
-
-
-def files_of_cases(config: pytest.Config) -> Iterator[Path]:
-    """Yield the files that import parity among the files and folders that pytest was asked for."""
-    start = config.invocation_params.dir
-    paths = (start / argument.split("::")[0] for argument in config.args)
-    return that_import_parity(paths, config.getini("python_files"), config.getini("norecursedirs"))
 
 
 def gpus_of(options: Options) -> list[Device]:

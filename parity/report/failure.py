@@ -274,6 +274,12 @@ MOST_LINES = 5
 _LONGEST = 200  # characters; some notes list every parameter of a model
 
 
+def skips(reasons: Counter[str]) -> Iterator[str]:
+    """Yield a line for each of the most common reasons why nothing was compared, and what to do."""
+    for reason, count in reasons.most_common(MOST_LINES):
+        yield f"skipped {plural(count, 'item')}: {shown.line(reason)}"
+
+
 def lines(notes: Counter[str]) -> Iterator[str]:
     """Yield a line for each of the most common notes, and then how many more the report has.
 

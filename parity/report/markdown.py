@@ -171,6 +171,13 @@ class Digest:
         return self.counts["failed"] + self.counts["error"]
 
     @property
+    def skips(self) -> Counter[str]:
+        """Return the reasons of a run that has compared nothing, with the number of items; else nothing."""
+        skipped = self.counts["skipped"]
+        is_all = skipped and skipped == self.counts.total()
+        return Counter(item.results[0].reason for item in self.items if is_all)
+
+    @property
     def missing(self) -> int:
         """Return how many items of the run have no result."""
         return max(self.environment.items - self.counts.total(), 0)

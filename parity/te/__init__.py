@@ -246,3 +246,12 @@ def why_unavailable(precision: Precision, kernels: Kernels) -> str | None:
     if precision.dtype is torch.bfloat16 and not kernels.te.is_bf16_available():
         return "BF16 needs a GPU of compute capability 8.0 or higher"
     return None
+
+
+def why_refused(precision: Precision, kernels: Kernels) -> str | None:
+    """Return why this machine cannot run the precision, and what to do to compare it anyway; None if it can."""
+    reason = why_unavailable(precision, kernels)
+    gpu = "blackwell" if precision.name in ("mxfp8", "nvfp4") else "hopper"
+    return (
+        reason and f"{reason.rstrip('.')}; with PARITY_EMULATED_GPU={gpu}, the CPU kernels compare it (--backend cpu)"
+    )

@@ -19,6 +19,7 @@ from traceback import FrameSummary, StackSummary
 from types import FrameType
 from typing import Any
 
+from parity.result import ProvesNothing
 from parity.shown import advised, said
 
 # Find the owner of code.
@@ -69,8 +70,8 @@ def _owner(spec: Any) -> Owner:
 
 
 def _lies_in(origin: str, package: Any) -> bool:
-    """Return whether a file is in one of the folders that the package is imported from."""
-    return any(origin.startswith(folder + os.sep) for folder in getattr(package, "__path__", ()))
+    """Return whether a file is in the folder that the package is imported from, not in one that was added to it."""
+    return any(origin.startswith(folder + os.sep) for folder in [*getattr(package, "__path__", ())][:1])
 
 
 def _is_port(name: str) -> bool:
@@ -222,7 +223,7 @@ def is_in_call() -> bool:
 # Find out whether a candidate without TransformerEngine's modules calls TE's functions, or is plain PyTorch.
 
 
-WITHOUT_TE = (
+WITHOUT_TE = ProvesNothing(
     "the candidate has no module of TransformerEngine's and calls none of its functions, so PyTorch was compared "
     "with PyTorch"
 )

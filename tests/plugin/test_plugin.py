@@ -156,7 +156,8 @@ def test_a_report_whose_folder_is_lost_meanwhile_is_saved_elsewhere_with_the_who
 
 def test_a_gpu_that_is_not_there_is_a_usage_error(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parity.te.why_no_gpu", lambda: "PyTorch sees no CUDA device")
-    result = run(pytester, "--parity-backend=gpu")
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py", "--parity-backend=gpu")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*PyTorch sees no CUDA device*"])
 
