@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from parity.user_error import UserError
@@ -76,19 +76,20 @@ def seconds_of(text: str) -> float | None:
 # The defaults of a project: ``[tool.parity]`` in its pyproject.toml.
 
 
-def of_project(paths: Iterable[Path], start: Path, types: Mapping[str, tuple[type, ...]]) -> dict[str, str]:
+def of_project(paths: Iterable[Path], start: Path, known: Iterable[str]) -> dict[str, str]:
     """Return the defaults of options, as on the command line, from the nearest pyproject.toml that has some.
 
     It is searched for as pytest searches for its own configuration: from the paths' common folder upwards, then from
-    the folder where the run was started.
+    the folder where the run was started. Lists become texts with commas; a file or folder is relative to that of the
+    pyproject.toml.
 
     Args:
         paths: absolute paths of the files and folders to be compared.
         start: where the run was started.
-        types: the types of TOML that an option's value may have; ``Path`` for a path, relative to the pyproject.toml.
+        known: the names of the options.
 
     Raises:
-        UserError: for an option that does not exist or a value of another type; names it.
+        UserError: for an option that does not exist or a value that is nothing like that; names it.
     """
     existing = [str(path) for path in paths if path.exists()]
     for top in [*([Path(os.path.commonpath(existing))] if existing else []), start]:
@@ -97,19 +98,22 @@ def of_project(paths: Iterable[Path], start: Path, types: Mapping[str, tuple[typ
                 found = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["parity"].items()
             except (OSError, ValueError, LookupError, TypeError, AttributeError):  # a broken file is not parity's
                 continue
-            named = [(key.replace("_", "-"), value) for key, value in found]
-            return {name: _as_option(name, value, types, file) for name, value in named}
+            return {name: _as_option(name, value, known, file) for name, value in found}
     return {}
 
 
-def _as_option(name: str, value: object, types: Mapping[str, tuple[type, ...]], file: Path) -> str:
-    kinds = types.get(name)
-    if kinds is None:
-        raise UserError(f"{file}: [tool.parity]: {name} is not an option; there are {', '.join(types)}")
-    is_path = Path in kinds
-    if type(value) not in kinds and not (is_path and isinstance(value, str)):
-        wanted = " or ".join(sorted({kind.__name__.lower() for kind in kinds}))
-        raise UserError(f"{file}: [tool.parity]: {name} is {value!r}, but must be of the type {wanted}")
+_PATHS = ("report", "calibration")
+_TEXTS = (*_PATHS, "name", "address", "against", "save-as")  # whatever the text is, it is valid
+
+
+def _as_option(name: str, value: object, known: Iterable[str], file: Path) -> str:
+    where = f"{file}: [tool.parity]: {name}"
+    if name not in known:
+        raise UserError(f"{where} is not an option; there are {', '.join(known)}")
+    if not isinstance(value, str if name in _TEXTS else (str, int, float, list)):
+        raise UserError(f"{where} is {value!r}, but must be {'a text' if name in _TEXTS else 'as on the command line'}")
     if isinstance(value, list):
-        return "".join(f"{one}," for one in value)
-    return ("no", "yes")[value] if isinstance(value, bool) else str(file.parent / str(value) if is_path else value)
+        return "".join(f"{part}," for part in value)
+    if isinstance(value, bool):
+        return ("no", "yes")[value]
+    return str(file.parent / str(value) if name in _PATHS else value)

@@ -490,7 +490,7 @@ def workers_of_project(files: Iterable[str]) -> str:
         UserError: if one of the defaults is not valid.
     """
     paths = [Path(file.split("::")[0]).resolve() for file in files]
-    return of_project(paths, Path.cwd(), options.TYPES).get("workers", "auto")
+    return of_project(paths, Path.cwd(), options.OF_PROJECT).get("workers", "auto")
 
 
 def workers(text: str) -> list[str]:

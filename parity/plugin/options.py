@@ -233,18 +233,8 @@ _DECLARED = (
         "address of the Ray cluster; local starts one (default: RAY_ADDRESS, or the one that runs here)",
     ),
 )
-_TYPES_OF_FORMS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("yes", "no"), (bool,)),
-    **dict.fromkeys(("P,P", "S,S"), (str, list)),
-    **dict.fromkeys(("DIR", "FILE"), (Path,)),
-    "N": (int,),
-    "SECONDS": (int, float),
-}
-TYPES: dict[str, tuple[type, ...]] = {
-    name: tuple(kind for form in metavar.split("|") for kind in _TYPES_OF_FORMS.get(form, (str,)))
-    for name, _, metavar, _ in _DECLARED
-} | {"workers": (int, str)}
-"""The types of TOML that options may have in ``[tool.parity]``; ``workers`` is for ``parity run``."""
+OF_PROJECT = (*(name for name, *_ in _DECLARED), "workers")
+"""The options that ``[tool.parity]`` may have; ``workers`` is for ``parity run``."""
 
 
 def declare(parser: pytest.Parser) -> None:
@@ -252,9 +242,10 @@ def declare(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity", "parity: PyTorch against TransformerEngine")
     for name, default, metavar, text in _DECLARED:
         if name == "strict":  # a flag that may have a value, but does not take the next argument for it
-            for value, flags in (("yes", ("", "=yes")), ("no", ("=no",))):
-                names = [f"--parity-{name}{flag}" for flag in flags]
-                group.addoption(*names, dest=f"parity_{name}", action="store_const", const=value, help=text)
+            for end, value in (("", "yes"), ("=yes", "yes"), ("=no", "no")):
+                group.addoption(
+                    f"--parity-strict{end}", dest="parity_strict", action="store_const", const=value, help=text
+                )
         else:
             group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
         parser.addini(f"parity_{name}", f"the same as --parity-{name}", default=default)
@@ -270,7 +261,7 @@ def apply_project(config: pytest.Config) -> None:
         return
     start = config.invocation_params.dir
     paths = [start / argument.split("::")[0] for argument in config.args]
-    for name, value in of_project(paths, start, TYPES).items():
+    for name, value in of_project(paths, start, OF_PROJECT).items():
         option = f"parity_{name}"
         if getattr(config.option, option, "") is None and not (name == "backend" and os.environ.get(PARITY_BACKEND)):
             setattr(config.option, option, value)
