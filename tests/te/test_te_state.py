@@ -8,6 +8,7 @@ import importlib
 import logging
 import math
 import os
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +23,12 @@ from parity.api import compare
 from parity.case.case import Case, Pair
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
+from parity.cpu import cuda
 from parity.judge.limits import packaged
 from parity.reference import CoreAttention
 from parity.result import Result
 from parity.settings import PRECISION_NAMES
-from parity.te import PRECISIONS, state, why_unavailable
+from parity.te import PRECISIONS, state, why_refused, why_unavailable
 from parity.te.attention_backend import NotOffered, attention_backends, has_attention
 from parity.te.devices import classify, cuda_works
 from parity.user_error import UserError
@@ -549,3 +551,15 @@ def test_what_pytorch_says_of_an_impossible_allocation_is_lack_of_memory() -> No
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert classify(raised.value) == "out of memory"
+
+
+def test_the_gpu_that_a_refusal_names_runs_the_precision(kernels):
+    if kernels.backend == "gpu":
+        pytest.skip("describes emulated GPUs")
+    for gpu in cuda.GPUS.values():
+        with cuda.emulated(gpu):
+            refused = {name: why_refused(precision, kernels) for name, precision in PRECISIONS.items()}
+        for name, told in refused.items():
+            named = re.findall(r"PARITY_EMULATED_GPU=(\w+)", told or "")
+            with cuda.emulated(cuda.GPUS[named[0]] if told else gpu):
+                assert why_unavailable(PRECISIONS[name], kernels) is None
