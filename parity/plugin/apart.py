@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from parity.trace.effects import State
 
 _FIRST: pytest.StashKey[State] = pytest.StashKey()
+_LAST: pytest.StashKey[Path | None] = pytest.StashKey()
 _FILES: pytest.StashKey[dict[Path, tuple[State, set[str]]]] = pytest.StashKey()
 
 
@@ -63,13 +64,22 @@ def _reaches(module: ModuleType | None, names: set[str]) -> bool:
 
 @contextmanager
 def compared(item: pytest.Item) -> Iterator[None]:
-    """Compare a pair in the state in which its file alone would have been imported, and leave the present one."""
-    if not isinstance(item, ParityItem) or item.path not in item.config.stash.get(_FILES, ()):
+    """Compare a pair in the state in which its file alone would have been imported, and leave the present one.
+
+    The next pair of the file finds that state as well, because what a pair changes is undone.
+    """
+    stash = item.config.stash
+    last, stash[_LAST] = stash.get(_LAST, None), None
+    if not isinstance(item, ParityItem) or item.path not in stash.get(_FILES, ()):
         yield
+        return
+    if last == item.path:
+        yield
+        stash[_LAST] = last
         return
     from parity.trace.effects import Disturbed, State
 
-    own, around = item.config.stash[_FILES][item.path][0], State.now()
+    own, around = stash[_FILES][item.path][0], State.now()
     changed = own.changes(around)
     kept = own.restore() if changed else []
     told = [each for each in changed if not each.startswith("the environment")]
@@ -79,3 +89,5 @@ def compared(item: pytest.Item) -> Iterator[None]:
     finally:
         if changed:
             around.restore()
+        else:
+            stash[_LAST] = item.path

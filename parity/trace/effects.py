@@ -313,16 +313,19 @@ def _environment() -> _Names:
 
 # Packages that compute, with their modules, classes and tables of functions.
 _COMPUTE = ("torch", "transformer_engine", "transformer_engine_torch", "parity", "numpy", "scipy", "einops")
-# Parts of PyTorch that compile, export and measure, which no comparison in this process calls.
+# Parts of PyTorch that compile, export, measure and sample, which no comparison in this process calls.
 _BESIDES = tuple(
     f"torch.{name}."
     for name in (
-        *("_dynamo", "_functorch", "_higher_order_ops", "_inductor", "_numpy", "ao", "distributed", "export", "fx"),
-        *("onnx", "package", "profiler", "testing"),
+        *("_dynamo", "_functorch", "_higher_order_ops", "_inductor", "_numpy", "_subclasses", "ao", "distributed"),
+        *("distributions", "export", "fx", "jit", "onnx", "package", "profiler", "quantization", "testing"),
+        *("utils.data", "utils.tensorboard"),
     )
 )
+# Compiled packages, whose classes cannot be changed or hold no arithmetic.
+_COMPILED = ("numpy", "scipy", "torch._C")
 # Of these packages, only the modules count. pytest exchanges functions of ``warnings`` around each test.
-_CALLED = {"pytest", "_pytest", *sys.stdlib_module_names} - {"warnings"}
+_CALLED = {"pytest", *sys.stdlib_module_names} - {"warnings"}
 _GONE = object()
 # A dict whose version is the same has not changed. PyTorch's guards have this function, but no stable name for it.
 _version = getattr(torch._C._dynamo.guards, "dict_version", lambda held: tuple(map(id, held.values())))
@@ -417,15 +420,16 @@ class _Namespaces:
         """Add a namespace of a package that computes, with those that a module of it holds, or a module of Python."""
         package = name.partition(".")[0]
         computes = package in _COMPUTE and not f"{name}.".startswith(_BESIDES)
-        if id(held) in self._seen or not (computes or package in _CALLED):
+        if id(held) in self._seen or not (computes or name in _CALLED or package == "_pytest"):
             return
         self._seen[id(held)] = held
         self._all.append(_Namespace(name, owner, held, dict(held)))
         self._versions.append(_version(held))
         for key, value in list(held.items()) if computes and isinstance(owner, ModuleType) else ():
             inner = f"{name}.{key}"
-            if isinstance(value, type) and str(vars(value).get("__module__")).startswith(_COMPUTE):
-                self._add(inner, value, gc.get_referents(vars(value))[0])
+            if isinstance(value, type):
+                if str(vars(value).get("__module__")).startswith(_COMPUTE) and not name.startswith(_COMPILED):
+                    self._add(inner, value, gc.get_referents(vars(value))[0])
             elif isinstance(value, dict) and not key.startswith("__") and any(map(_is_code, value.values())):
                 self._add(inner, value, value)
             elif isinstance(value, ModuleType) and value.__name__ not in sys.modules:
