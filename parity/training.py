@@ -684,7 +684,7 @@ def _of_buffers(run: _Run, made: _Made) -> Finding | None:
             "name or place, so that they are not compared"
         )
     for name, of in known.items():
-        if name in before and after[name].is_floating_point():
+        if name in before and after[name].is_floating_point() and held[of].shape == right[of].shape:
             factor = multiple_moved((before[name], after[name]), (held[of], right[of]))
             if factor != 1.0:
                 return moved_otherwise(made.number, name, of, factor)
@@ -692,7 +692,7 @@ def _of_buffers(run: _Run, made: _Made) -> Finding | None:
             if dtype.itemsize < 4 and made.number == 1:
                 lost = float((due.to(dtype) - due).norm() / (due - held[of]).norm())
                 run.notes.append(
-                    f"the candidate moves its buffer {name} in {str(dtype).removeprefix('torch.')}, which loses "
+                    f"the candidate holds its buffer {name} in {str(dtype).removeprefix('torch.')}, which loses "
                     f"{100 * lost:.2g} % of the reference's move in step 1, and more the larger the buffer is; casting "
                     "a module casts its buffers: keep one that adds up small moves in FP32"
                 )

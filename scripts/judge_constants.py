@@ -347,8 +347,8 @@ def page(before: Mapping[str, Verdicts], after: Mapping[Judging, Verdicts], only
         "Each number was halved and doubled (a share up to 1, a count down to 1), and ports were judged anew on the "
         f"same passes, on emulated kernels, at {', '.join(f'`{name}`' for name in before)}, with seed {SEED}, which no "
         "limit was fitted to. They are those of the zoo's ports and of drawn models whose margins are nearest to 1. "
-        f"Nothing changed, {rejected} of {right} right ones are rejected and {detected} of {wrong} wrong ones detected; "
-        f"for `steps`, which judges trainings, {stopped} of {sound} and {found} of {mistaken}."
+        f"Nothing changed, {rejected} of {right} right ones are rejected and {detected} of {wrong} wrong ones "
+        f"detected; for `steps`, which judges trainings, {stopped} of {sound} and {found} of {mistaken}."
     )
     yield (
         f"No rejection among {right} right ports bounds their rate at {upper_bound(0, right):.1%} (95 %), so the table "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 from collections import Counter
@@ -68,7 +69,7 @@ def convert(
         check_file(destination, "DST")
     elif destination.suffix == checkpoint.SAFETENSORS:
         raise UserError(f"with --shard-size, DST is a folder for the files and their index, not {destination}")
-    if any(destination.exists() and destination.samefile(file) for file in sources):
+    if destination.exists() and any(os.path.exists(file) and destination.samefile(file) for file in sources):
         raise UserError(f"{destination} would replace its source; name another file")
     if to not in get_args(Direction):
         raise UserError(f"--to is {to!r}, but must be te or reference")

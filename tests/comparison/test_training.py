@@ -609,7 +609,7 @@ class Balanced(torch.nn.Module):
 
 
 STILL = "leaves the buffer bias as it is, which the reference's moves"
-IN_16_BITS = "the candidate moves its buffer bias in bfloat16, which loses "
+IN_16_BITS = "the candidate holds its buffer bias in bfloat16, which loses "
 
 
 @pytest.mark.parametrize(
