@@ -239,3 +239,19 @@ def test_it_prints(opened: Any) -> None:
     printed = opened.pdf(print_background=True)
     assert printed.startswith(b"%PDF")
     assert len(printed) > 20_000  # an empty page has less than a tenth of that
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [{"file": "whole.html", "viewport": {"width": width, "height": 900}} for width in (500, 1200)],
+    indirect=True,
+)
+def test_the_legend_of_the_plot_over_depth_is_beside_or_above_it(opened: Any) -> None:
+    figure = opened.locator(".figures.wide .plot").first
+    figure.scroll_into_view_if_needed()
+    figure.locator(".legend").first.wait_for(timeout=60_000)
+    legend, lines = (figure.locator(part).first.bounding_box() for part in (".legend", ".cartesianlayer .xy"))
+    above = legend["y"] + legend["height"] <= lines["y"] + 10  # the lines' markers
+    assert above or legend["x"] >= lines["x"] + lines["width"] - 10
+    assert lines["width"] > 150
+    assert lines["height"] > 50
