@@ -10,8 +10,10 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,6 +52,7 @@ class Cluster:
 
     def __init__(self, address: str, backend: Literal["auto", "gpu", "cpu"]) -> None:
         self._ray = _connected(address)
+        self._head, self._answered, self._is_lost = self._ray.get_runtime_context().gcs_address, time.monotonic(), False
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         self.cpus, self.gpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
         self.nodes = len(nodes)
@@ -87,8 +90,14 @@ class Cluster:
         ).remote(job)
 
     def heard(self, streams: Sequence[Any]) -> list[Any]:
-        """Wait until a stream has a message or has ended, and return all such streams."""
-        self._ray.wait(streams, num_returns=1, fetch_local=False)
+        """Wait until a stream has a message or has ended, and return all such streams.
+
+        Raises:
+            UserError: if the cluster's head no longer answers. Ray would end this process a minute later.
+        """
+        while not self._ray.wait(streams, num_returns=1, timeout=_SECONDS_TO_ANSWER / 4, fetch_local=False)[0]:
+            self._check_head()
+        self._check_head()
         ready, _ = self._ray.wait(streams, num_returns=len(streams), timeout=0, fetch_local=False)
         return list(ready)
 
@@ -111,14 +120,26 @@ class Cluster:
         except exceptions.RayError as error:
             raise LostError(_first_line(error)) from None
 
+    def _check_head(self) -> None:
+        host, _, port = self._head.rpartition(":")
+        with suppress(OSError):
+            socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
+            self._answered = time.monotonic()
+        if time.monotonic() - self._answered > _SECONDS_TO_ANSWER:
+            self._is_lost = True
+            raise UserError(
+                f"the head of the Ray cluster, {self._head}, no longer answers; --resume continues this run"
+            )
+
     def stop(self, streams: Sequence[Any]) -> None:
-        """End these tasks."""
-        for stream in streams:
+        """End these tasks, unless the cluster is lost, with which they end."""
+        for stream in () if self._is_lost else streams:
             self._ray.cancel(stream)
 
     def leave(self) -> None:
         """Disconnect from the cluster. Ray ends the tasks of this process that still run."""
-        self._ray.shutdown()
+        if not self._is_lost:  # else Ray would wait for it
+            self._ray.shutdown()
 
     def brings_files(self) -> bool:
         """Return whether Ray has taken the run's files to the nodes, as ``ray job submit --working-dir`` does."""

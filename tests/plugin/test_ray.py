@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -20,7 +21,7 @@ import fakes
 import forked
 import pytest
 
-from parity.plugin import ray_task
+from parity.plugin import ray_engine, ray_task
 from parity.plugin.ray_engine import Cluster, LostError, Planned, divided
 from parity.report import environment as environments
 from parity.report import record
@@ -355,3 +356,19 @@ def test_items_are_divided_for_the_places_of_a_cluster(node_ids: list[str], plac
 def test_the_largest_items_go_first() -> None:
     found = divided(planned("f.py::a[fp32-2]", "f.py::a[fp32-64x64]", "f.py::a[fp32-8]"), 3)
     assert [task[0].node_id for task in found] == ["f.py::a[fp32-64x64]", "f.py::a[fp32-8]", "f.py::a[fp32-2]"]
+
+
+def test_a_cluster_whose_head_is_gone_ends_the_run_instead_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine, "_SECONDS_TO_ANSWER", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        host, port = head.getsockname()
+        fake = SimpleNamespace(wait=lambda streams, **_: (time.sleep(0.05), ([], streams))[1])
+        cluster = object.__new__(Cluster)
+        cluster._ray, cluster._head = cast(Any, fake), f"{host}:{port}"
+        cluster._answered, cluster._is_lost = 0.0, False
+        cluster._check_head()
+        assert cluster._answered > 0.0
+    with pytest.raises(UserError, match=f"the head of the Ray cluster, {host}:{port}, no longer answers; --resume"):
+        cluster.heard(["stream"])
+    cluster.stop(["stream"])  # neither calls Ray, which would wait for the head
+    cluster.leave()
