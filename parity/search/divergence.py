@@ -680,10 +680,11 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
     )
 
 
-def factor_of(failure: Failure, result: TensorResult) -> float | None:
+def factor_of(failure: Failure, result: TensorResult, everywhere: bool = True) -> float | None:
     """Return the factor by which all of a tensor is multiplied; None if it is wrong in other ways, or right.
 
-    If rounding may have moved it from a number that people write, it is that number.
+    If rounding may have moved it from a number that people write, it is that number. Unless it must be the same
+    ``everywhere``, slices may have other factors, but no more than the tensor's tolerance allows.
     """
     key = result.key
     right, candidate = failure.golden[key], failure.candidate[key].double()
@@ -695,7 +696,7 @@ def factor_of(failure: Failure, result: TensorResult) -> float | None:
         return factor if not bool(candidate.any()) else None
     errors = measure(candidate / factor, right, failure.precision.dtype)
     bound = Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)
-    if margin(errors, bound) > 1.0 or _uneven(failure, result) is not None:
+    if margin(errors, bound) > 1.0 or (everywhere and _uneven(failure, result) is not None):
         return None
     moved = max(abs((model[key] * right).sum().item() / square - 1.0) for model in failure.models)
     written = written_near(abs(factor), _FAR * moved)
@@ -707,12 +708,12 @@ def _uneven(failure: Failure, result: TensorResult) -> Uneven | None:
     return uneven(failure.candidate[result.key], failure.golden[result.key], rounded)
 
 
-def shared_factor(failure: Failure, failed: Sequence[TensorResult]) -> float | None:
+def shared_factor(failure: Failure, failed: Sequence[TensorResult], everywhere: bool = True) -> float | None:
     """Return the factor that all tensors share, as the most exact one shows it; None if one of them has another.
 
     Rounding moves a tensor's factor by no more than its tolerance.
     """
-    factors = [factor_of(failure, result) for result in failed]
+    factors = [factor_of(failure, result, everywhere) for result in failed]
     known = [factor for factor in factors if factor is not None]
     if not known or len(known) < len(failed):
         return None

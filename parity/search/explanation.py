@@ -573,7 +573,7 @@ def _by_scale_of_scores(failure: Failure, trace: Trace) -> Iterator[Finding]:
     """
     failed = [result for result in failure.results if not result.passed]
     some = len(failed) < sum(result.kind != "output" for result in failure.results)
-    if some and shared_factor(failure, failed):
+    if some and shared_factor(failure, failed, everywhere=False):
         budget = failure.budget(CHECKS_FOR_THE_REST)
         found = explanations(failure, softmax_scale_hypotheses(trace), budget)
         yield from _told([one for one in found if one.complete], failure)
