@@ -190,8 +190,8 @@ def attempt(
     memory.release()
     reason = (
         f"does not fit in memory, even in a second attempt with the device to itself: it needs about "
-        f"{devices.in_words(needed())}, and {devices.in_words(devices.free())} are free; declare a smaller size, or "
-        f"compare it on a machine with more memory: {second.reason}"
+        f"{devices.in_words(needed())}, and {devices.in_words(devices.free())} are free; "
+        f"{second.reason.rstrip('.')}; declare a smaller size, or compare it on a machine with more memory"
     )
     return dataclasses.replace(second, status="skipped", reason=reason)
 
