@@ -749,6 +749,7 @@ _MOSTLY = 0.9  # the error is in a part that has this share of its square
 _SMALL = 0.5  # such a part is at most this share of a dimension
 _PERIODS = (2, 4, 8, 16, 32, 64, 128)
 _RIGHT = 2.0  # a row is right up to this many tolerances, as small parts have larger limits than the whole
+_CLEARLY = 4.0  # and if the squared error of each wrong row is this many times as large, in these tolerances
 
 
 def where_the_error_is(failure: Failure, untried: int = 0) -> Iterator[Finding]:
@@ -762,9 +763,9 @@ def where_the_error_is(failure: Failure, untried: int = 0) -> Iterator[Finding]:
     known = "known mistake that was tried" if clock.ended or untried or failure.broken else "known mistake"
     failed = [result for result in failure.results if not result.passed and result.finite]
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
-    # A single number, such as a loss, may be right by chance.
+    # A single number, such as a loss, may be right by chance, and zeros prove nothing.
     tells = [result for result in failure.results if result.kind != "output" or result.numel != 1]
-    passed = [result.label for result in tells if result.passed]
+    passed = [result.label for result in tells if result.passed and bool(failure.golden[result.key].any())]
     step = _next_step(failure)
     others = f". These are right: {', '.join(passed[:_MOST_RIGHT])}{_beyond(passed)}" if passed else ""
     if clock.ended:
@@ -816,37 +817,39 @@ def _places(failure: Failure, result: TensorResult) -> Iterator[str]:
     if error.numel() < 2 or not bool(error.any()):
         yield f"{float(error.sum()):.2g}"
         return
-    allowed, whole = (_RIGHT * result.tolerance_relative_l2) ** 2, error.square().sum()
+    whole = error.square().sum()
 
-    def along(*dims: int) -> tuple[Tensor, Tensor]:
-        """Return the share of the error at each index of some dimensions, and whether rounding does not explain it."""
+    def along(*dims: int) -> tuple[Tensor, Tensor, bool]:
+        """Return each index's share of the error along some dimensions, which are wrong, and whether that is clear."""
         rest = [dim for dim in range(error.dim()) if dim not in dims]
         own, right = (x.square().sum(rest) if rest else x.square() for x in (error, golden))
-        return own / whole, own > allowed * right.clamp(min=float(right.mean()))
+        times = own / ((_RIGHT * result.tolerance_relative_l2) ** 2 * right.clamp(min=float(right.mean())))
+        wrong = times > 1.0
+        is_part = bool(wrong.any()) and not bool(wrong.all())
+        return own / whole, wrong, is_part and bool(times[wrong].min() > _CLEARLY * times[~wrong].max())
 
-    found = {dim: along(dim) for dim in range(error.dim()) if error.shape[dim] > 1}
     told: dict[int, str] = {}
     every = []
-    for dim, (share, wrong) in found.items():
-        name = _name(dim, result)
-        if bool(wrong.any()) and not bool(wrong.all()):
+    for dim in (dim for dim in range(error.dim()) if error.shape[dim] > 1):
+        (share, wrong, is_clear), name = along(dim), _name(dim, result)
+        if is_clear:
             told[dim] = f"in {name} {_ranges(wrong)} ({int(wrong.sum())} of {len(wrong)}; the others are right)"
         elif described := _concentrated(share) or _periodic(share):
             told[dim] = f"in {name} {described}"
         elif bool(wrong.all()):
             every.append(f"each of its {len(wrong)} {name}")
-    if _name(1, result) == "positions" and len(found) > 1:
-        wrong = along(0, 1)[1]
-        if 0 < wrong.sum() < along(0)[1].sum() * along(1)[1].sum():
+    if _name(1, result) == "positions":
+        _, wrong, is_clear = along(0, 1)
+        if is_clear and wrong.sum() < wrong.any(1).sum() * wrong.any(0).sum():
             rows = [f"{_ranges(some)} of row {number}" for number, some in enumerate(wrong) if some.any()]
             right = f"the other {int((~wrong).sum())} of {wrong.numel()} are right"
             both = f"in positions {', '.join(rows[:_MOST_RIGHT])}{_beyond(rows)} of the batch ({right})"
             told = {0: both} | {dim: each for dim, each in told.items() if dim > 1}
-    of_all = f"in {' and '.join(every)}" if every else f"at most {_RIGHT:g} tolerances in each row and column"
-    yield from told.values() or [of_all]
+    yield from told.values() or [f"in {' and '.join(every)}" if every else "in no row or column alone"]
     projection = (error * golden).sum() / golden.square().sum()
-    if projection.square() * golden.square().sum() > _MOSTLY * whole:
-        yield f"mostly along the right values, which on average are multiplied by {readable(1 + projection.item())}"
+    along_right = projection.square() * golden.square().sum() / whole
+    if along_right > _MOSTLY:
+        yield f"{along_right:.0%} of it is as if the right values were multiplied by {readable(1 + projection.item())}"
 
 
 def _ranges(chosen: Tensor) -> str:
