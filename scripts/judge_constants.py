@@ -31,14 +31,13 @@ from parity import comparison, te
 from parity.case.validate import check_case
 from parity.judge import limits, second_look, statistics
 from parity.lab.false_alarms import upper_bound
-from parity.lab.record import Campaign, FourDigits
+from parity.lab.record import Campaign, FourDigits, write_sections
 from parity.lab.right_ports import MODELS
 from parity.lab.studies import trainings
 from parity.lab.zoo.bugs import BUGS
 from parity.lab.zoo.hosts import HOSTS
 from parity.lab.zoo.planting import planted
 from parity.lab.zoo.trial import at_size
-from parity.report.environment import made_by
 from parity.report.numbers import markdown_table
 from parity.te import PRECISIONS
 
@@ -232,14 +231,16 @@ def is_wrong(port: str) -> bool:
 
 
 def nearest(verdicts: Verdicts, right: int, wrong: int) -> tuple[str, ...]:
-    """Return the right and the wrong ports that are nearest to their limits."""
+    """Return the right and the wrong ports that are nearest to their limits; of the wrong ones, half are detected."""
 
     def distance(port: str) -> float:
         return abs(math.log(max(verdicts[port][1], 1e-9)))
 
     ordered = sorted((port for port, (status, _) in verdicts.items() if status in ("passed", "failed")), key=distance)
     chosen = [port for port in ordered if not is_wrong(port)][:right]
-    return (*chosen, *[port for port in ordered if is_wrong(port)][:wrong])
+    for status, count in (("failed", wrong - wrong // 2), ("passed", wrong // 2)):
+        chosen += [port for port in ordered if is_wrong(port) and verdicts[port][0] == status][:count]
+    return tuple(chosen)
 
 
 @contextmanager
@@ -283,9 +284,8 @@ BY_HAND = "set by hand, not measured"
 FROM = {
     "limits.FALSE_ALARMS_A_RUN": "chosen, as the rate to aim at",
     "limits.STATISTICS_A_RUN": "estimated, as its comment says",
-    "directions._FP64": "derived: FP64 has 1e-16, times sums of some thousand terms",
-    "judge._VANISHING": "derived, like `directions._FP64`",
-    "statistics._VANISHING": "derived, like `directions._FP64`",
+    "judge._VANISHING": "derived: FP64 has 1e-16, times sums of some thousand terms",
+    "statistics._VANISHING": "derived, like `judge._VANISHING`",
     "statistics._UNIT": "derived: FP32's format",
     "statistics._LEANING": "measured on runs of the model; no record of them is kept",
     "statistics._MEAN_ROUNDING": "derived: the mean over mantissas, not their root mean square",
@@ -297,6 +297,7 @@ FROM = {
 }
 _FITTED = "read only when limits are fitted (`parity calibrate`)"
 UNREAD = {
+    "directions._FP64": "directions are computed with the passes, which are kept",
     "band": "the band of a training's curves is for information; no verdict reads it",
     "candidate": "how often something is tried, and how much is told",
     "over_ranks": "when ranks that hang are ended",
@@ -346,15 +347,16 @@ def page(before: Mapping[str, Verdicts], after: Mapping[Judging, Verdicts], only
     yield (
         "Each number was halved and doubled (a share up to 1, a count down to 1), and ports were judged anew on the "
         f"same passes, on emulated kernels, at {', '.join(f'`{name}`' for name in before)}, with seed {SEED}, which no "
-        "limit was fitted to. They are those of the zoo's ports and of drawn models whose margins are nearest to 1. "
-        f"Nothing changed, {rejected} of {right} right ones are rejected and {detected} of {wrong} wrong ones "
-        f"detected; for `steps`, which judges trainings, {stopped} of {sound} and {found} of {mistaken}."
+        "limit was fitted to. They are those of the zoo whose margins are nearest to 1, wrong ones that pass among "
+        f"them. As the numbers are, {rejected} of {right} right ports are rejected, and {detected} of {wrong} wrong "
+        f"ones detected; for `steps`, which judges trainings, {stopped} of {sound} and {found} of {mistaken}."
     )
     yield (
         f"No rejection among {right} right ports bounds their rate at {upper_bound(0, right):.1%} (95 %), so the table "
         "shows which numbers matter, and no rates; [false alarms](false_alarms.md) and [planted bugs](zoo.md) are "
         "counted elsewhere. *Moved* is the number of ports with another margin: where it is 0, no port here depends on "
-        "the number, and nothing is known about it."
+        "the number, and nothing is known about it. A dash: not judged yet; fewer ports: at one precision only. The "
+        "script goes on where it was stopped."
     )
     rows = []
     for key in only:
@@ -378,7 +380,6 @@ def page(before: Mapping[str, Verdicts], after: Mapping[Judging, Verdicts], only
         "Not in these tables: numbers written inside functions of `steps` (1.01 for the rounding of weights, 0.1 for "
         "the elements that are told as wrong, 0.1 for how much a multiple must explain), and those of other rooms."
     )
-    yield made_by("python scripts/judge_constants.py")
 
 
 def _value(key: str) -> str:
@@ -395,11 +396,17 @@ def _count(found: Mapping[str, Verdicts], wrong: bool) -> tuple[int, int]:
 
 
 def _change(before: Mapping[str, Verdicts], after: Mapping[str, Verdicts]) -> tuple[str, str, str]:
-    """Return the cells of one change: right ports rejected, wrong ports detected, and ports with another margin."""
+    """Return the cells of one change: right ports rejected, wrong ports detected, and ports with another margin.
+
+    Precisions that were not judged with it are left out; the cells are dashes if none was.
+    """
+    before = {name: found for name, found in before.items() if name in after}
+    if not before:
+        return "–", "–", "–"
     cells = []
     for wrong in (False, True):
-        was, now = _count(before, wrong)[1], _count(after, wrong)[1]
-        cells.append(f"{now} ({now - was:+d})" if now != was else str(now))
+        (count, was), (_, now) = _count(before, wrong), _count(after, wrong)
+        cells.append(f"{now} of {count}" + (f" ({now - was:+d})" if now != was else ""))
     pairs = [(margin, after[name][port][1]) for name, found in before.items() for port, (_, margin) in found.items()]
     moved = sum(one != other and not (math.isnan(one) and math.isnan(other)) for one, other in pairs)
     errors = sum(status == "error" for found in after.values() for status, _ in found.values())
@@ -410,14 +417,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, default=REPORT)
     parser.add_argument("--record", type=Path, default=RECORD)
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "fp8_delayed"], choices=list(PRECISIONS))
-    parser.add_argument("--right", type=int, default=20, help="right ports at each precision")
-    parser.add_argument("--wrong", type=int, default=14, help="wrong ports at each precision")
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp8_delayed"], choices=list(PRECISIONS))
+    parser.add_argument("--right", type=int, default=8, help="right ports at each precision")
+    parser.add_argument("--wrong", type=int, default=8, help="wrong ports at each precision")
     parser.add_argument(
-        "--models", type=int, default=len(MODELS), help="drawn models among which to look for right ports"
+        "--models", type=int, default=0, help="how many drawn models are among the ports that may be judged"
     )
     changed = [key for key in numbers() if not why_unread(key)]
     parser.add_argument("--only", nargs="+", default=changed, choices=changed, metavar="NUMBER")
+    parser.add_argument("--draw", action="store_true", help="judge nothing more, and draw what the record has")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     campaign: Campaign[Judging, Verdicts] = Campaign(chosen.record, Verdicts)
@@ -431,12 +439,12 @@ def main() -> None:
     changes = [(key, by) for key in chosen.only for by in FACTORS]
     of_steps = [change for change in changes if change[0].startswith("steps.")]
     asked = [Judging(one.precision, one.ports, *change) for change in of_steps for one in trained]
-    after = campaign.complete(asked, judged, "judging trainings anew")
+    after = campaign.finished(asked) if chosen.draw else campaign.complete(asked, judged, "judging trainings anew")
     asked = [Judging(name, near[name], *one) for one in changes if one not in of_steps for name in near]
     with passes_made_once():
-        after |= campaign.complete(asked, judged, "judging anew")
-    chosen.out.write_text("\n\n".join(page(before, after, chosen.only)) + "\n", encoding="utf-8")
-    print(f"report: {chosen.out}")
+        after |= campaign.finished(asked) if chosen.draw else campaign.complete(asked, judged, "judging anew")
+    report = write_sections(chosen.out, page(before, after, chosen.only), "python scripts/judge_constants.py")
+    print(f"report: {report}")
 
 
 if __name__ == "__main__":

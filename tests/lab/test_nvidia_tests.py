@@ -341,3 +341,6 @@ def test_a_failure_on_a_real_gpu_as_well_is_told_so() -> None:
     assert "| hopper | failed | passed | 1 |" in lines
     assert "| hopper | test_one.py::test_a | 1 |" in lines
     assert "| blackwell | test_one.py::test_a[x y-1] | not explained: no |" in lines
+    without = command.draw("", collected, {}, outcomes, [], Limits(), None, real={})
+    assert "so it says nothing about one" in without
+    assert "ailures on a real GPU" not in without
