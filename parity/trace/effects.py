@@ -352,11 +352,14 @@ class _Namespace:
 
         A new name counts only if it hides another one: modules get submodules and lazy attributes, and libraries add
         methods to classes, such as transformers' ``Module.smart_apply``. PyTorch sets ``torch.Storage`` with the
-        default dtype, and pytest sets ``sys.last_type`` after a failure.
+        default dtype, and pytest sets ``sys.last_type`` after a failure. PyTorch's compiler replaces methods of
+        ``nn.Module`` when it is first used.
         """
         for name in self.held | self.first:
             now, first = self.held.get(name, _GONE), self.first.get(name, _GONE)
             if first is now or name in ("Storage", "last_type") or not (_is_code(now) or _is_code(first)):
+                continue
+            if getattr(now, "__module__", None) == "torch._dynamo.mutation_guard":
                 continue
             if first is _GONE and not self._hides(name):
                 self.first[name] = now

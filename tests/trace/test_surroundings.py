@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from bad_input import assert_says, linear, result_of, te
 from torch import Tensor, library, nn
+from torch._dynamo import mutation_guard
 from torch.nn.modules import rnn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
@@ -212,6 +213,16 @@ def test_a_method_that_a_library_adds_to_all_modules_is_not_told(monkeypatch: py
     with undisturbed() as disturbed:
         monkeypatch.setattr(nn.Module, "apply_of_a_library", nn.Module.apply, raising=False)
     assert (disturbed.note, disturbed.problem) == ("", "")
+
+
+def test_methods_that_pytorchs_compiler_replaces_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(nn.Module, name, getattr(nn.Module, name))
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    with undisturbed() as disturbed:
+        mutation_guard.install_generation_tagging_init()
+    assert (disturbed.note, disturbed.problem) == ("", "")
+    assert nn.Module.__init__.__name__ == "patched_init"
 
 
 def test_values_of_the_environment_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
