@@ -24,6 +24,7 @@ from te_matrix import environment, layer
 ROOT = Path(__file__).resolve().parents[1]
 # The folders of the packages in a checkout, and in an installation.
 FOLDERS = {"parity": "parity", "cases": "parity/cases"}
+MODULE = "te_parity_plugin.py"  # outside of them
 
 PAIRS = """
 from torch import nn
@@ -70,7 +71,7 @@ def differences(wheel: Path, root: Path = ROOT) -> list[str]:
         for folder, installed in FOLDERS.items()
         for file in (root / folder).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
-    }
+    } | {file.name for file in root.glob(MODULE)}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.partition("/")[0].endswith(".dist-info")}
     lacks, has = sorted(declared - held), sorted(held - declared)
     return [
