@@ -42,6 +42,7 @@ from parity.passes.all_passes import (
     Recalled,
     Tensors,
     as_returned,
+    choices_in,
     golden_tensors,
     golden_truths,
     model_tensors,
@@ -445,12 +446,11 @@ def _seen_of_port(asked: Asked, prepared: Prepared) -> Port:
     with (
         own_recipes(precision.recipe is not None) as recipes,
         steps_seen(precision.dtype) as steps,
-        choices_seen() as chosen,
+        choices_seen(choices_in(prepared, precision.rounding)) as choices,
         plain_calls(precision.dtype) as names,  # last, since it looks at which code surrounds the calls
     ):
         run_again(asked, prepared)
-    choices = chosen.of_port(bool(prepared.probed))
-    return Port(tuple(sorted(names)), together(steps), choices, tuple(dict.fromkeys(recipes)))
+    return Port(tuple(sorted(names)), together(steps), tuple(choices), tuple(dict.fromkeys(recipes)))
 
 
 @dataclass(frozen=True)
@@ -461,11 +461,13 @@ class _Verdicts:
         tensors: the verdicts.
         port: what the port was seen to do outside TE, as far as it affects the verdicts.
         remarks: sentences on how this and other faithful kernels changed the verdicts.
+        ran: the passes that they judge, in which the model chooses as the port did.
     """
 
     tensors: tuple[TensorResult, ...]
     port: Port
     remarks: tuple[str, ...]
+    ran: _Ran
 
 
 def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
@@ -483,13 +485,13 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
     first_look = judge_by(ran.models)
     if all(tensor.passed for tensor in first_look):
         if not rounding_chooses(prepared, precision.rounding):
-            return _Verdicts(first_look, Port(), ())
+            return _Verdicts(first_look, Port(), (), ran)
         return _looked_at_again(asked, ran, judge_by, first_look)
     asked.noted(_so_far(asked, ran, first_look), False)
 
     def first_look_alone(error: BaseException) -> _Verdicts:
         told = f"the second look, which tells chance from a mistake, raised {_raised_at(error)}; the first look counts"
-        return _Verdicts(first_look, Port(), (told,))
+        return _Verdicts(first_look, Port(), (told,), ran)
 
     verdicts = unless_raised(lambda: _looked_at_again(asked, ran, judge_by, first_look), first_look_alone)
     passes = all(tensor.passed for tensor in verdicts.tensors)
@@ -519,13 +521,14 @@ def _looked_at_again(
     asked: Asked, ran: _Ran, judge_by: Callable[..., tuple[TensorResult, ...]], first_look: tuple[TensorResult, ...]
 ) -> _Verdicts:
     """Judge again, allowing for what this port was seen to do and for what other kernels or roundings may do."""
-    prepared, precision, models = ran.prepared, asked.precision, ran.models
-    port = _seen_of_port(asked, prepared)
+    precision, models = asked.precision, ran.models
+    port = _seen_of_port(asked, ran.prepared)
+    prepared = dataclasses.replace(ran.prepared, made=port.choices)
     if port.steps is not None and not all(tensor.passed for tensor in first_look):
         models = [run_model(prepared, precision.rounding, one) for one in Port(steps=port.steps).freedoms]
         first_look = judge_by(models)
     alike = first_look
-    if port.choices.compared:
+    if port.choices:
         models = choosing_alike(prepared, precision.rounding, port)
         alike = judge_by(models)
     on_plain_kernels, judge_again = alike, judge_by
@@ -539,7 +542,8 @@ def _looked_at_again(
         tensors, port = alike, dataclasses.replace(port, plain=())
     by_chance = remark(alike if by_kernels else first_look, tensors, BY_CHANCE)
     owed = by_kernels, by_chance, port.steps.remark if port.steps else ""
-    return _Verdicts(tensors, port, tuple(filter(None, owed)))
+    ran = dataclasses.replace(ran, prepared=prepared, models=models)
+    return _Verdicts(tensors, port, tuple(filter(None, owed)), ran)
 
 
 @dataclass(frozen=True, eq=False)
@@ -556,8 +560,8 @@ class _Unexplained:
 
 
 def _judged(asked: Asked, ran: _Ran) -> Judged:
-    prepared, precision = ran.prepared, asked.precision
-    verdicts = _verdicts(asked, ran)
+    verdicts, precision = _verdicts(asked, ran), asked.precision
+    ran, prepared = verdicts.ran, verdicts.ran.prepared
     tensors = pictured(verdicts.tensors, golden_truths(prepared), ran.made.tensors, ran.models)
     changed = prepared.golden.changed_inputs, ran.made.changed_inputs
     not_compared = prepared.golden.not_compared
@@ -654,7 +658,6 @@ def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> 
         run_on=prepared,
         draws=ran.made.draws,
         freedoms=verdicts.port.freedoms,
-        choices=verdicts.port.choices,
         own_recipes=verdicts.port.recipes,
         by_average=is_by_average,
         outputs_passed=all(tensor.passed for tensor in tensors if tensor.kind == "output" or tensor.probed),

@@ -14,9 +14,9 @@ from parity.judge.directions import PRESENT, Direction, found_by_filter, share_o
 from parity.judge.judge import NONE_DRAWN, Drawn
 from parity.judge.statistics import SMALLEST_SLICE, is_lost
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED, Chosen, Freedom, Kinks, Port
+from parity.numerics.freedom import FUSED, Freedom, Kinks, Port
 from parity.numerics.kernel_choices import leaning
-from parity.passes.all_passes import Tensors, golden_tensors, run_model, unrounded_choices
+from parity.passes.all_passes import Tensors, golden_tensors, run_model
 from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import Prepared, cast, cast_module
 from parity.result import TensorResult
@@ -86,26 +86,25 @@ def second_look(
 
     Args:
         tensors: the verdicts at first look.
-        models: the rounding model's tensors at first look; if the port chose the largest of many numbers, those of runs
-            that choose as it did.
+        models: the rounding model's tensors at first look.
         judge: maps models, and which of them round independently, to verdicts.
         prepared: what is compared.
         rounding: the precision's.
-        port: the port's own roundings and choices.
+        port: the port's own roundings.
         noisy_kernels: names of choices of its kernels that only add noise (``parity.numerics.kernel_choices``).
     """
     if all(tensor.passed for tensor in tensors):
         return tensors
     looked, judged, both = list(models), tensors, port.freedoms
     if port.plain:
-        looked.append(run_model(prepared, rounding, both[1], chosen=_following(prepared, port)))
+        looked.append(run_model(prepared, rounding, both[1]))
         judged = judge(looked, NONE_DRAWN)
     if not all(math.isfinite(tensor.margin) for tensor in judged) or all(tensor.passed for tensor in judged):
         return judged
     tensors, noisy = _not_cleared(tensors, judged), 0
     if noisy_kernels and not is_hopeless(judged, noisy, False, rounding):
         other = dataclasses.replace(both[1], kernels=noisy_kernels)
-        looked.append(run_model(prepared, rounding, other, chosen=_following(prepared, port)))
+        looked.append(run_model(prepared, rounding, other))
         judged = judge(looked, NONE_DRAWN)
         if all(tensor.passed for tensor in judged):
             return judged
@@ -114,7 +113,7 @@ def second_look(
             if freedom.jitter is not None and is_hopeless(judged, noisy, bool(optimizers), rounding):
                 return tensors
             noisy += freedom.jitter is not None
-            looked.append(run_model(prepared, rounding, freedom, kinks, _following(prepared, port)))
+            looked.append(run_model(prepared, rounding, freedom, kinks))
             judged = judge(looked, NONE_DRAWN)
             if all(tensor.passed for tensor in judged):
                 return judged
@@ -136,37 +135,31 @@ def _not_cleared(first: Sequence[TensorResult], second: Sequence[TensorResult]) 
 
 
 def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
-    """Return the model's runs as both kinds of kernels, with the port's choices if rounding explains these."""
-    both = Port(steps=port.steps).freedoms
-    return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in both]
+    """Return the model's runs as both kinds of kernels, which choose as the port that ``prepared`` knows."""
+    return [run_model(prepared, rounding, freedom) for freedom in Port(steps=port.steps).freedoms]
 
 
 def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
     """Return the model's runs as the first kind of kernels, one for each way in which kernels may lean."""
     first = port.freedoms[0]
     freedoms = (dataclasses.replace(first, kernels=(name,)) for name in leaning(rounding))
-    return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in freedoms]
-
-
-def _following(prepared: Prepared, port: Port) -> Chosen | None:
-    """Return the port's choices for another run of the model; None if it chose nothing."""
-    return port.choices.following(unrounded_choices(prepared)) if port.choices.compared else None
+    return [run_model(prepared, rounding, freedom) for freedom in freedoms]
 
 
 def drawn_runs(prepared: Prepared, rounding: Rounding, count: int, port: Port = Port()) -> list[Tensors]:  # noqa: B008
     """Return runs of the model whose roundings are drawn, half of them as each kind of kernel."""
     dithered = _noisy(port.freedoms, range(LOOKS, LOOKS + count), dithers=True)
-    return [_drawn(prepared, rounding, freedom, _following(prepared, port)) for freedom in dithered]
+    return [_drawn(prepared, rounding, freedom) for freedom in dithered]
 
 
-def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Chosen | None) -> Tensors:
+def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     """Run the model with roundings independent of other runs', and errors as large as those of rounding to nearest.
 
     Dithering doubles the variance of an error. Errors that are not roundings of activations, such as those of weights,
     are not doubled; other runs account for them already.
     """
     golden = golden_tensors(prepared)
-    drawn = run_model(prepared, rounding, freedom, chosen=chosen)
+    drawn = run_model(prepared, rounding, freedom)
     return {key: golden[key] + (x.double() - golden[key]) / math.sqrt(2.0) for key, x in drawn.items()}
 
 

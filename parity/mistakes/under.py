@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.case.case import Rng
 from parity.mistakes.hypothesis import Hypothesis, ModuleCall, together
-from parity.numerics.freedom import UNFUSED, Choices, Freedom, Kinks
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import FUSED, UNFUSED, Choice, Choices, Freedom, Kinks
 from parity.numerics.golden import all_in_fp64, attention_in_blocks, in_blocks, in_fp64, in_fp64_if_needed
-from parity.passes.all_passes import Tensors, tensors_of, under_model
+from parity.passes.all_passes import Tensors, following, tensors_of, under_model
 from parity.passes.draws import ScaledLookups, is_lookup
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.one_pass import named_inputs, named_outputs, or_zero, outputs_of, run
-from parity.passes.prepare import Prepared, cast, cast_module
+from parity.passes.prepare import Prepared, cast, cast_module, size_in_bytes
 from parity.result import Kind
 from parity.trace.calls import Misfit, changed_in_place, edited, mapped, tensors_in, tracing, without_gradient
 from parity.trace.trace import Call, Edit, Site, Trace, Value, grouped
@@ -345,11 +346,14 @@ def tensors_under(
         cotangents: the gradient with respect to each output; None for the comparison's own.
         freedom: the freedom of the kernels that the rounding model stands for.
         only_if: decides from the outputs whether gradients are of interest; if not, None is returned.
-        kinks, choices: passed to the rounding model.
+        kinks, choices: passed to the rounding model; without choices, it follows the port's where it would make them
+            under the hypotheses.
     """
     dtype = torch.float64 if precision is None else torch.float32
     _cast_if_other(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
+    if precision is not None and choices is None and prepared.made:
+        choices = following(prepared, precision.rounding, _unrounded_choices(prepared, hypotheses, precision))
     model = under_model(prepared, precision.rounding, freedom, kinks, choices) if precision else in_fp64()
     passes = _ROUNDED if precision else 1.0
     prepared.clock.advance(passes)
@@ -380,6 +384,19 @@ def tensors_under(
         store, wide = precision.rounding.store_part, prepared.wide
         tensors = {key: tensor if key in wide else store(tensor) for key, tensor in tensors.items()}
     return tensors
+
+
+def _unrounded_choices(prepared: Prepared, hypotheses: Sequence[Hypothesis], precision: Precision) -> Sequence[Choice]:
+    """Return the choices of a run under hypotheses without rounding, kept until a run under others."""
+
+    def exact() -> list[Choice]:
+        choices = Choices()
+        unrounded = replace(precision, rounding=Rounding(torch.float32))
+        tensors_under(prepared, hypotheses, unrounded, freedom=FUSED, choices=choices)
+        return choices.own
+
+    kept = prepared.cache.group("choices under", (id(prepared.inputs), *hypotheses))
+    return kept.get("exact", exact, size_in_bytes)
 
 
 def _cast_if_other(module: nn.Module, dtype: torch.dtype) -> None:

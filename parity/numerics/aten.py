@@ -63,7 +63,17 @@ COMPARISONS = frozenset(
     for overload in (comparison.Scalar, comparison.Tensor)
 )
 LARGEST, LARGEST_AND_PLACE = _aten.amax.default, _aten.max.dim
-LARGEST_FEW = _aten.topk.default
+INDEXED = frozenset(
+    {"max", "min", "argmax", "argmin", "cummax", "cummin", "topk", "sort", "kthvalue", "median", "nanmedian", "mode"}
+)
+"""Names of functions that return indices of the numbers that they choose along a dimension."""
+STEPS = frozenset(
+    {"floor", "ceil", "round", "trunc", "frac", "sign", "sgn", "heaviside", "hardshrink", "threshold"}
+    | {"floor_divide", "remainder", "fmod"}
+)
+"""Names of functions of each number that jump."""
+OF_EACH = STEPS | {"_to_copy", "bucketize", "searchsorted"}
+"""Names of functions of each number; PyTorch does not call all of these pointwise."""
 SIGN = (_aten.sgn.default, _aten.sign.default)
 EMBEDDING = _aten.embedding.default
 RECIPROCAL_ROOT = _aten.rsqrt.default

@@ -135,6 +135,14 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.bitwise_and_(_FP64_EXPONENT if is_fp64 else _FP32_EXPONENT).view(x.dtype).mul_(info.eps)
 
 
+def is_exact(x: Tensor) -> Tensor:
+    """Return which numbers are whole or have at most 16 significant bits, as 1 in 256 has that was rounded to FP32.
+
+    Positions, counts, masks and their simple fractions are such numbers, which no rounding changes.
+    """
+    return (x == x.round()) | (x.float().view(torch.int32) & 0xFF == 0)
+
+
 def largest(x: Tensor) -> Tensor:
     """Return the largest magnitude as a scalar tensor, or 0 if there are no elements."""
     return torch.maximum(x.amax(), -x.amin()) if x.numel() else x.new_zeros(())

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,15 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.numerics.aten import (
     COMPARISONS,
     HARDSWISH_BACKWARD,
+    INDEXED,
     KINKED_BACKWARD,
     LARGEST,
     LARGEST_AND_PLACE,
-    LARGEST_FEW,
     NO_BACKWARD,
+    OF_EACH,
     RELU_BACKWARD,
     SIGN,
+    STEPS,
     address,
 )
+from parity.numerics.formats import is_exact
 from parity.trace.whose import is_of_te
 
 # Kinks, where a function's gradient jumps, and rounding decides on which side of the jump a value falls.
@@ -116,11 +120,12 @@ class Kinks:
         place = len(self.values) - 1
         if not self._side or place >= len(self._exact) or self._exact[place].shape != value.shape:
             return value
+        is_open = ~is_exact(value) | (value != self._exact[place])
         noise = _root_mean_square(value - self._exact[place]) + _FP32 * _root_mean_square(value)
         if of is not None:  # the rounding error of a number grows with it
             usual = _root_mean_square(of.detach()).clamp(min=torch.finfo(of.dtype).tiny)
             noise = noise * (of.detach().abs() / usual).clamp(min=1.0)
-        moved = value + self._side * WIDTH * noise
+        moved = value + self._side * WIDTH * noise * is_open
         if not only_across:
             return moved
         return torch.where((value.abs() < _HARDSWISH) != (moved.abs() < _HARDSWISH), moved, value)
@@ -140,14 +145,15 @@ def _root_mean_square(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
 
 
-# Choices of the largest of many numbers, such as a token's experts, which rounding may decide.
+# Choices, which rounding may decide: the indices, masks and steps that a call makes of numbers.
 #
-# A different choice makes a large error, because the token goes to another expert. Which tokens are affected is chance,
-# so the rounding model chooses differently from a faithful port. It would expect errors where the port has none, which
-# hides mistakes, and none where the port has some. So the port's choices are recorded while it runs (if the model's
-# choices depend on rounding, or the port fails), and the model makes the same choice wherever the numbers are nearer to
-# each other than their errors. Errors are measured call by call, as for kinks. The model does not follow a choice that
-# rounding does not explain, so that its error counts as a mistake.
+# The largest scores are a token's experts, a threshold masks, a floor counts. A different choice makes a large error,
+# because the token goes to another expert. Which tokens are affected is chance, so the rounding model chooses
+# differently from a faithful port. It would expect errors where the port has none, which hides mistakes, and none where
+# the port has some. So the port's choices are recorded while it runs (if the model's choices depend on rounding, or the
+# port fails), and the model makes the same choice wherever its numbers are nearer to it than their errors. Errors are
+# measured call by call, as for kinks. The model does not follow a choice that rounding does not explain, so that its
+# error counts as a mistake. Rounding explains no choice between numbers that it has not changed, such as positions.
 
 
 # Another run may choose differently within this many deviations of this run's own error. The difference of two
@@ -156,162 +162,205 @@ _WIDTH = math.sqrt(2.0) * WIDTH
 # The ratio of a normal error's standard deviation to the median of its magnitude. The median is used because a
 # different choice in an earlier call spoils a few rows completely.
 _DEVIATION = 1.4826
-
-
-class Choices:
-    """The choices of one forward pass, in the order of their calls.
-
-    Args:
-        made: the port's choices, ``[rows, chosen]`` for each of its calls. The model chooses by itself in every call
-            whose shape differs from that of the port's next choice.
-        exact: the numbers from a pass without the precision's roundings.
-
-    Attributes:
-        values: the numbers of each call, ``[rows, numbers]``.
-        own: the indices of the largest of them, ``[rows, chosen]``, in no order.
-    """
-
-    def __init__(self, made: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()) -> None:
-        self.values: list[Tensor] = []
-        self.own: list[Tensor] = []
-        self._made, self._exact = made, exact
-
-    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """Return a call's result, with the port's choice in each row where rounding explains it."""
-        count = _chosen_of_last(func, args, kwargs)
-        if count is None:
-            return result
-        values = args[0].detach().flatten(0, -2)
-        own = result[1].flatten(0, -2)
-        self.values.append(values)
-        self.own.append(own)
-        place = len(self.values) - 1
-        if place >= len(self._exact) or not self._made or self._made[0].shape != (len(values), count):
-            return result
-        (first, *self._made), exact = self._made, self._exact[place]
-        made = first.to(values.device)
-        if exact.shape != values.shape or count == values.shape[1]:
-            return result
-        follows = _nearer_than(values, own, made, _WIDTH * _noise(values, exact.to(values), own))
-        order = values.gather(1, made).argsort(1, descending=True)
-        chosen = torch.where(follows[:, None], made.gather(1, order), own).view_as(result[1])
-        return args[0].gather(-1, chosen), chosen
-
-
-@dataclass(eq=False)
-class Chosen:
-    """The choices of a pass on the inputs and of a pass on the probing inputs."""
-
-    compared: Choices = field(default_factory=Choices)
-    probed: Choices = field(default_factory=Choices)
-
-    def is_as(self, other: Chosen) -> bool:
-        """Return whether both passes chose the same numbers as another pair of passes."""
-        pairs = ((self.compared.own, other.compared.own), (self.probed.own, other.probed.own))
-        return all(len(one) == len(two) and all(map(_same_sets, one, two)) for one, two in pairs)
+# Fewer errors than this may all be small by chance.
+_FEW = 32
 
 
 @dataclass(frozen=True, eq=False)
-class PortsChoices:
-    """The choices of a port, ``[rows, chosen]`` for each call.
+class Choice:
+    """What a call makes of numbers.
 
     Attributes:
-        compared: the choices of the pass on the inputs.
-        probed: the choices of the pass on the probing inputs.
+        outcome: the indices that it chooses along a dimension, ``[rows, chosen]``, or one value for each number.
+        numbers: the numbers, ``[rows, among]``, or in the shape of ``outcome``.
+        other: what each number is compared with; None if it is not compared.
     """
 
-    compared: tuple[Tensor, ...] = ()
-    probed: tuple[Tensor, ...] = ()
+    outcome: Tensor
+    numbers: Tensor
+    other: Any = None
 
-    def following(self, exact: Chosen) -> Chosen:
-        """Return the choices for a run of the model that should choose as the port did.
-
-        Args:
-            exact: the choices of a run of the model without roundings.
-        """
-        probed = self.probed[-len(self.compared) :]  # earlier ones are from passes that settle scales
-        return Chosen(Choices(self.compared, exact.compared.values), Choices(probed, exact.probed.values))
+    @property
+    def kind(self) -> Any:
+        """What the choices of a port and of the model have in common at the same call."""
+        among = self.numbers.shape[1:]
+        return among, self.outcome.shape, self.outcome.dtype is torch.bool, self.outcome.is_floating_point()
 
 
-NONE_MADE = PortsChoices()
+Made = tuple[Any, Tensor]
+"""A choice of a port: its kind and its outcome."""
+
+
+def choice_of(func: Any, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    """Return the choice that a call makes of floating-point numbers, or None if it makes none."""
+    outcome = result[-1] if isinstance(result, tuple) and result else result
+    if not isinstance(outcome, Tensor) or (outcome.is_floating_point() and not jumps(func)):
+        return None
+    given = _given(func, args, kwargs)
+    x, dim, other = given.get("self"), given.get("dim"), given.get("other")
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+        return None
+    x, outcome = x.detach(), outcome.detach()
+    if _name(func) in INDEXED:
+        if dim is None or not x.dim():
+            x, outcome, dim = x.flatten(), outcome.reshape(1), 0
+        outcome = outcome if outcome.dim() == x.dim() else outcome.unsqueeze(dim)
+        return Choice(*(one.movedim(dim, -1).reshape(-1, one.shape[dim]).clone() for one in (outcome, x)))
+    if torch.Tag.pointwise not in func.tags and _name(func) not in OF_EACH:
+        return None
+    each: Any = outcome, x, other if outcome.dtype is torch.bool else None
+    return Choice(*(one.expand_as(outcome).flatten().clone() if isinstance(one, Tensor) else one for one in each))
+
+
+@cache
+def jumps(func: Any) -> bool:
+    """Return whether a function of each number jumps."""
+    return _name(func) in STEPS or func._overloadname.endswith("_mode")
+
+
+def _name(func: Any) -> str:
+    return str(func.overloadpacket.__name__).rstrip("_")
+
+
+def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return all arguments of a call by name."""
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return given | dict(zip(given, args, strict=False)) | (kwargs or {})
+
+
+class Choices:
+    """The choices of a run of the model, in the order of their calls.
+
+    Args:
+        made: the port's choices. Of those of a choice's kind, the model follows the one that rounding explains best;
+            among equals, the one that is as far from the port's last as the model's is from its own last.
+        exact: the choices of a run without the precision's roundings.
+        roundoff: the least deviation of a rounded number relative to it, if few numbers tell their errors.
+
+    Attributes:
+        own: the choices that the model makes by itself.
+    """
+
+    def __init__(self, made: Sequence[Made] = (), exact: Sequence[Choice] = (), roundoff: float = _FP32) -> None:
+        self.own: list[Choice] = []
+        self._made, self._exact, self._roundoff = made, exact, max(roundoff, _FP32)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Change a call's result to the port's choice wherever rounding explains it."""
+        own = choice_of(func, args, kwargs, result)
+        if own is None:
+            return
+        exact = [one for one in self._exact[len(self.own) :] if one.kind == own.kind]
+        self.own.append(own)
+        alike = [made.to(own.outcome) for kind, made in self._made if kind == own.kind]
+        if not exact or not alike or own.numbers.shape[1:] == (1,):
+            return
+        given, width = _given(func, args, kwargs), self._width(own, exact[0])
+        shape = (result[-1] if isinstance(result, tuple) else result).shape
+
+        def moved(side: float) -> Tensor:
+            of_moved: Tensor = func(**given | {"self": (own.numbers + side * width).view(shape)})
+            return of_moved.flatten()
+
+        def explained(made: Tensor) -> Tensor:
+            if own.numbers.dim() > 1:
+                return _are_near(own, made, width)
+            if own.other is not None:
+                return _may_be_compared_so(own, exact[0], made, width)
+            return _is_between(own, made, width, moved(-1.0), moved(1.0))
+
+        tried = [(made, explained(made)) for made in (*alike[-len(exact) :][:1], *reversed(alike))]
+        made, follows = max(tried, key=lambda one: int((one[1] | (one[0] == own.outcome)).sum()))
+        _write(torch.where(follows, made, own.outcome), given, result)
+
+    def _width(self, own: Choice, exact: Choice) -> Tensor:
+        """Return how far another run may move each number, or the chosen ones from others; 0 for what is exact."""
+        x, right = own.numbers, exact.numbers
+        is_open = ~is_exact(x) | (x != right)
+        errors, sizes = x - right, x.abs()
+        if isinstance(own.other, Tensor):
+            is_open |= own.other != exact.other
+            errors, sizes = errors - (own.other - exact.other), torch.maximum(sizes, own.other.abs())
+        if x.dim() > 1:
+            order = x.argsort(1, descending=True)
+            place = order.argsort(1).gather(1, own.outcome).clamp(max=x.shape[1] - 2)
+            ends = torch.stack([order.gather(1, place), order.gather(1, place + 1)])  # numbers next to each other
+            of_ends = [one.expand(2, *one.shape).gather(2, ends) for one in (errors, sizes, is_open)]
+            errors, sizes, is_open = of_ends[0].diff(dim=0)[0], of_ends[1].amax(0), of_ends[2].any(0)
+        counts = is_open & sizes.isfinite() & errors.isfinite()
+        if not counts.any():
+            return torch.zeros_like(sizes)
+        usual = sizes[counts].median()
+        times = (sizes / usual.clamp(min=torch.finfo(sizes.dtype).tiny)).clamp(min=1.0)
+        errors = errors.abs() / times
+        seen = errors[counts & (errors > 0.0)]
+        deviation = _DEVIATION * seen.median() if len(seen) else 0.0
+        least = self._roundoff if counts.sum() < _FEW else _FP32
+        return _WIDTH * times * is_open * (deviation + least * usual)
+
+
+def _are_near(own: Choice, made: Tensor, width: Tensor) -> Tensor:
+    """Return the rows in which all numbers that the port chose are near those in whose place it did."""
+    return ((own.numbers.gather(1, own.outcome) - own.numbers.gather(1, made)).abs() <= width).all(1, keepdim=True)
+
+
+def _may_be_compared_so(own: Choice, exact: Choice, made: Tensor, width: Tensor) -> Tensor:
+    """Return which numbers are so near those that they are compared with that either is the larger.
+
+    A number may be compared with itself, such as the largest with all. Then another one must have taken its place.
+    """
+    is_near = ((own.numbers - own.other).abs() <= width) & (width > 0.0)
+    if not isinstance(own.other, Tensor):
+        return is_near
+    is_itself = (own.numbers == own.other) & (exact.numbers == exact.other)
+    group = own.other.unique(return_inverse=True)[1]
+    takes_place = is_near & (made == own.outcome[is_itself].any())
+    return is_near & (
+        ~is_itself | (torch.zeros_like(own.numbers).index_add(0, group, takes_place.to(own.numbers))[group] > 0)
+    )
+
+
+def _is_between(own: Choice, made: Tensor, width: Tensor, *moved: Tensor) -> Tensor:
+    """Return where the port's outcome lies between those of numbers that are moved down and up, beyond a jump."""
+    lower, upper = torch.minimum(*moved), torch.maximum(*moved)
+    if not made.is_floating_point():
+        return (lower <= made) & (made <= upper)
+    reach = 2.0 * width  # where it does not jump, a function may follow its numbers
+    return (lower - reach <= made) & (made <= upper + reach) & ((made - own.outcome).abs() > reach) & (width > 0.0)
+
+
+def _write(outcome: Tensor, given: dict[str, Any], result: Any) -> None:
+    """Write another outcome to a call's result, with the numbers that it chooses."""
+    *values, places = result if isinstance(result, tuple) else (result,)
+    if outcome.dim() > 1 and given["dim"] is not None:
+        x, dim = given["self"].detach(), given["dim"]
+        outcome = outcome.view(*x.movedim(dim, -1).shape[:-1], -1).movedim(-1, dim)
+        for one in values:
+            one.copy_(x.gather(dim, outcome).view(one.shape))
+    places.copy_(outcome.reshape(places.shape))
 
 
 @contextmanager
-def choices_seen() -> Iterator[ChoicesRecorder]:
-    """Record choices of the largest of many numbers within the context, except those of compiled kernels."""
-    recorder = ChoicesRecorder()
+def choices_seen(alike: Iterable[Choice]) -> Iterator[list[Made]]:
+    """Record the choices of forward passes that are of the same kinds as these, within the context."""
+    recorder = _ChoicesRecorder({one.kind for one in alike})
     with recorder:
-        yield recorder
+        yield recorder.made
 
 
-class ChoicesRecorder(TorchDispatchMode):
-    """A mode that records the choices of each forward pass.
-
-    A backward pass follows each forward pass, except those on probing inputs.
-    """
-
-    def __init__(self) -> None:
+class _ChoicesRecorder(TorchDispatchMode):
+    def __init__(self, kinds: Container[Any]) -> None:
         super().__init__()
-        self._passes: list[list[Tensor]] = [[]]
-        self._was_backward = False
-
-    def of_port(self, probed: bool) -> PortsChoices:
-        """Return the port's last choices; ``probed`` says whether passes on probing inputs came last."""
-        passes = [tuple(choices) for choices in self._passes if choices]
-        if not passes or (probed and len(passes) == 1):
-            return NONE_MADE
-        return PortsChoices(passes[-2], passes[-1]) if probed else PortsChoices(passes[-1])
+        self.made: list[Made] = []
+        self._kinds = kinds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch._C._current_graph_task_id() != NO_BACKWARD:
-            self._was_backward = True
-        elif _chosen_of_last(func, args, kwargs) is not None:
-            if self._was_backward:
-                self._passes.append([])
-            self._was_backward = False
-            self._passes[-1].append(result[1].detach().flatten(0, -2))
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
+            made = choice_of(func, args, kwargs, result)
+            if made is not None and made.kind in self._kinds:
+                self.made.append((made.kind, made.outcome))
         return result
-
-
-def _chosen_of_last(func: Any, args: Any, kwargs: Any) -> int | None:
-    """Return how many of the largest numbers in the last dimension a call chooses, or None for any other call."""
-    if func is not LARGEST_FEW or kwargs or args[0].dim() < 2 or not args[0].is_floating_point():
-        return None
-    dim, largest = (args[2] if len(args) > 2 else -1), (args[3] if len(args) > 3 else True)
-    return int(args[1]) if largest and dim in (-1, args[0].dim() - 1) else None
-
-
-def _same_sets(one: Tensor, other: Tensor) -> bool:
-    """Return whether corresponding rows hold the same numbers, in any order."""
-    return torch.equal(one.sort(-1).values, other.sort(-1).values)
-
-
-def _noise(values: Tensor, exact: Tensor, own: Tensor) -> Tensor:
-    """Return the error of the distance between the smallest chosen number and the largest other one, ``[rows]``.
-
-    This is a standard deviation, which is the same for all rows, but larger where the numbers are larger than usual.
-    """
-    least = own.gather(1, values.gather(1, own).argmin(1, keepdim=True))
-    next_to_it = values.scatter(1, own, -torch.inf).argmax(1, keepdim=True)
-    ends = torch.cat((least, next_to_it), 1)
-    sizes = values.gather(1, ends).abs().amax(1)
-    are_finite = sizes.isfinite()
-    if not are_finite.any():
-        return torch.zeros_like(sizes)
-    usual = sizes[are_finite].median()
-    times = (sizes / usual.clamp(min=torch.finfo(sizes.dtype).tiny)).clamp(min=1.0)
-    errors = (values - exact).gather(1, ends).diff(dim=1).abs().flatten() / times
-    return times * (_DEVIATION * errors[are_finite].median() + _FP32 * usual)
-
-
-def _nearer_than(values: Tensor, own: Tensor, made: Tensor, distance: Tensor) -> Tensor:
-    """Return the rows in which the numbers that the port chose instead are at most this far below those it replaced."""
-    none = torch.zeros_like(values, dtype=torch.bool)
-    is_own, is_made = none.scatter(1, own, True), none.scatter(1, made, True)
-    left = values.masked_fill(~(is_own & ~is_made), -torch.inf).amax(1)
-    entered = values.masked_fill(~(is_made & ~is_own), torch.inf).amin(1)
-    return left - entered <= distance
 
 
 # The dtypes in which a port's optimizers keep the weights and moments that their steps write.
@@ -460,13 +509,13 @@ class Port:
 
     Attributes:
         plain, steps: as in ``Freedom``.
-        choices: its choices of the largest of many numbers, such as a token's experts.
+        choices: its choices, which rounding may have decided.
         recipes: the recipes that it turns on by itself, with the lines of its code that do so.
     """
 
     plain: tuple[str, ...] = ()
     steps: Steps | None = None
-    choices: PortsChoices = NONE_MADE
+    choices: tuple[Made, ...] = ()
     recipes: tuple[str, ...] = ()
 
     @property

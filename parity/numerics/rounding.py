@@ -41,7 +41,7 @@ from parity.numerics.aten import (
 )
 from parity.numerics.blocked_attention import Arithmetic, as_it_is
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, Kinks
+from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, Kinks, jumps
 from parity.numerics.golden import in_blocks_and_one_by_one
 from parity.numerics.kernel_choices import as_read, in_stored_parts, lost_in_sums
 from parity.numerics.plain import (
@@ -252,7 +252,7 @@ def rounded(
         kinks: records the values that decide gradients at kinks, and moves them; None for neither.
         weights_read: the operands that other passes with the same rounding read of the same weights; those of this pass
             are added.
-        choices: records choices of the largest of many numbers, and chooses as a port did; None for neither.
+        choices: records choices, and chooses as a port did; None for neither.
         stored: tensors that need not be rounded when they are stored; those that this pass rounds are added.
         past: the amaxes of delayed scaling in earlier steps of a training; None to scale each tensor by its own.
 
@@ -317,9 +317,10 @@ class _RoundingMode(TorchDispatchMode):
         if func is SUM and not self.phase.backward and not kwargs and _are_tensors(args):
             result = self._attention.sum(lambda *terms: self._computed(func, terms, kwargs), *args)
         else:
+            given = (args[0].clone(), *args[1:]) if jumps(func) and is_in_place(func) else args
             result = self._computed(func, args, kwargs)
-        if self._choices is not None:
-            result = self._choices.follow(func, args, kwargs, result)
+            if self._choices is not None and (torch.is_grad_enabled() or not self.phase.backward):
+                self._choices.follow(func, given, kwargs, result)
         if self._lineage is not None and not self.phase.backward:
             self._lineage.see(func, args, result)
             self._plain_lineage.see(func, args, result)

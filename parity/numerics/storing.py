@@ -18,7 +18,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from parity.numerics.aten import AFFINE, ELEMENTWISE, EMBEDDING, LAYER_NORM, RECIPROCAL_ROOT, Phase, address, addresses
-from parity.numerics.formats import Format, OperandPart, Part, Rounding, hadamard, is_alike_both_ways, largest, spacing
+from parity.numerics.formats import (
+    Format,
+    OperandPart,
+    Part,
+    Rounding,
+    hadamard,
+    is_alike_both_ways,
+    is_exact,
+    largest,
+    spacing,
+)
 from parity.numerics.freedom import JITTER, Freedom, Steps, stepped_by
 
 # Remember the tensors of a pass that already hold numbers of the storage dtype, because they were rounded.
@@ -102,7 +112,7 @@ class Storing:
 
     def jittered_amax(self, x: Tensor) -> Tensor:
         """Return the largest magnitude with noise, because the value that has it may change by a roundoff."""
-        return self._jittered(largest(x), self._roundoff)
+        return self._noisy(largest(x), self._roundoff)
 
     def dithered_operand(self, x: Tensor, to_format: Format, dim: int, amax: Tensor | None) -> Tensor:
         """Return an operand with a rounding error that is independent of other runs, and has twice the variance.
@@ -122,6 +132,10 @@ class Storing:
         return error.mul_(math.sqrt(2.0)).div_(smaller).add_(x)
 
     def _jittered(self, x: Tensor, step: float) -> Tensor:
+        """Return numbers with noise, but those that no rounding has made as they are."""
+        return torch.where(is_exact(x), x, self._noisy(x, step))
+
+    def _noisy(self, x: Tensor, step: float) -> Tensor:
         return x * self._uniform(x).mul_(step).add_(1.0)
 
     def _dithered(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +22,7 @@ from parity.case.weight_map import WeightMap, names
 from parity.numerics.aten import Phase, address
 from parity.numerics.errors import Truth
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED, Choices, Chosen, Freedom, Kinks
+from parity.numerics.freedom import FUSED, Choice, Choices, Freedom, Kinks
 from parity.numerics.kernel_choices import as_read
 from parity.numerics.rounding import rounded
 from parity.numerics.storing import OperandsRead, Stored
@@ -123,29 +123,47 @@ def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> T
     FP8 recipes with one scale per tensor do.
     """
 
-    def run_and_chosen() -> tuple[Tensors, Chosen]:
-        chosen = Chosen()
-        return run_model(prepared, rounding, freedom, chosen=chosen), chosen
+    def run_and_chosen() -> tuple[Tensors, list[Tensor]]:
+        choices = following(prepared, rounding)
+        return run_model(prepared, rounding, freedom, choices=choices), [one.outcome for one in choices.own]
 
     kept = prepared.cache.group("models", rounding)
-    return kept.get((freedom, prepared.wide), run_and_chosen, lambda ran: size_in_bytes(ran[0]))[0]
+    return kept.get((freedom, prepared.wide, prepared.made), run_and_chosen, size_in_bytes)[0]
 
 
 def rounding_chooses(prepared: Prepared, rounding: Rounding) -> bool:
     """Return whether a run of ``model_tensors`` with this rounding made other choices than a run without rounding."""
-    runs = [chosen for _, chosen in prepared.cache.group("models", rounding).values()]
-    return any(run.compared.own and not run.is_as(unrounded_choices(prepared)) for run in runs)
+    exact = [one.outcome for one in choices_in(prepared, rounding)]
+    runs = [outcomes for _, outcomes in prepared.cache.group("models", rounding).values()]
+    return any(len(run) != len(exact) or not all(map(torch.equal, run, exact)) for run in runs)
 
 
-def unrounded_choices(prepared: Prepared) -> Chosen:
+def choices_in(prepared: Prepared, rounding: Rounding) -> list[Choice]:
+    """Return the choices of a run of the model without rounding, if those with this rounding made any."""
+    runs = prepared.cache.group("models", rounding).values()
+    return unrounded_choices(prepared) if any(outcomes for _, outcomes in runs) else []
+
+
+def unrounded_choices(prepared: Prepared) -> list[Choice]:
     """Return the choices of a run of the model without rounding, kept for the next precision."""
 
-    def exact() -> Chosen:
-        chosen = Chosen()
-        run_model(prepared, Rounding(torch.float32), FUSED, chosen=chosen)
-        return chosen
+    def exact() -> list[Choice]:
+        choices = Choices()
+        run_model(prepared, Rounding(torch.float32), FUSED, choices=choices)
+        return choices.own
 
-    return prepared.cache.get("unrounded choices", exact)
+    return prepared.cache.get(("unrounded choices", id(prepared.inputs)), exact, size_in_bytes)
+
+
+def following(prepared: Prepared, rounding: Rounding, exact: Sequence[Choice] | None = None) -> Choices:
+    """Return the choices for a run of the model, which follows those that the port was seen to make.
+
+    Args:
+        exact: the choices of a run without roundings, if it differs from the reference's.
+    """
+    if exact is None and prepared.made:
+        exact = unrounded_choices(prepared)
+    return Choices(prepared.made, exact or (), torch.finfo(rounding.storage).eps / 4)
 
 
 def as_returned(prepared: Prepared, candidate: Tensors) -> Prepared:
@@ -169,15 +187,14 @@ def run_model(
     rounding: Rounding,
     freedom: Freedom,
     kinks: Kinks | None = None,
-    chosen: Chosen | None = None,
+    choices: Choices | None = None,
 ) -> Tensors:
     """Run the reference in FP32 under the rounding model, and round its results to the dtypes that the port returns.
 
-    ``kinks`` belong to the pass that has gradients; ``chosen`` holds the choices of both passes.
+    ``kinks`` belong to the pass that has gradients, ``choices`` to both passes; None to follow the port's.
     """
+    choices, stored = choices or following(prepared, rounding), Stored()
     prepared.reference.float()
-    compared, probed = (chosen.compared, chosen.probed) if chosen else (None, None)
-    stored = Stored()
 
     def given(tensors: Any) -> Any:
         """Return tensors of the port's dtype in FP32."""
@@ -187,7 +204,7 @@ def run_model(
         return widened
 
     cotangents = given(prepared.cotangents)
-    model = under_model(prepared, rounding, freedom, kinks, compared, stored)
+    model = under_model(prepared, rounding, freedom, kinks, choices, stored)
     with model as phase, separate_norms(prepared.reference, prepared.weights):
         ran = run(
             prepared.reference,
@@ -202,7 +219,7 @@ def run_model(
     tensors = tensors_of(ran)
     prepared.reference.zero_grad(set_to_none=True)  # frees a model's size of memory before the next pass
     if prepared.probed:
-        with under_model(prepared, rounding, freedom, choices=probed, stored=stored):
+        with under_model(prepared, rounding, freedom, choices=choices, stored=stored):
             inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
             tensors |= _probed(outputs_of(prepared.reference, prepared.probe_call, inputs))
     as_they_are = {key for key, tensor in tensors.items() if key in prepared.wide or tensor in stored}

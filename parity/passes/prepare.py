@@ -27,6 +27,7 @@ from parity.case.validate import CheckedSize, parameters_outside_te
 from parity.case.weight_map import WeightMap, linear_part, names
 from parity.case.weight_map import names as names_in
 from parity.machine import devices
+from parity.numerics.freedom import Made
 from parity.numerics.golden import golden_device, in_fp64
 from parity.numerics.storing import PastAmaxes
 from parity.passes.draws import Lookups, ScaledLookups, draws_of, forget_draws, probe
@@ -383,6 +384,7 @@ class Prepared:
         past: the amaxes of earlier steps, if this is a step of a training with delayed scaling.
         wide: kinds and names of the outputs that the candidate returns in a wider dtype, such as a loss in FP32.
         scales_lookups: whether ``call`` scales the rows of embedding tables, as on the probing inputs.
+        made: the choices that the port was seen to make, which the model follows.
     """
 
     dtype: torch.dtype
@@ -406,6 +408,7 @@ class Prepared:
     wide: frozenset[tuple[Kind, str]] = frozenset()
     past: PastAmaxes = field(default_factory=PastAmaxes)
     scales_lookups: bool = False
+    made: tuple[Made, ...] = ()
 
     @property
     def quantized(self) -> Iterator[str]:

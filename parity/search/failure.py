@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parity.judge.asked import Asked, run_again, unchanged
 from parity.judge.judge import NONE_DRAWN, gradients_of, judge
 from parity.numerics.errors import Tolerance, Truth, margin, measure
-from parity.numerics.freedom import FUSED, NONE_MADE, UNFUSED, Freedom, PortsChoices
+from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, model_tensors, tensors_of
 from parity.passes.nominal_clock import Clock
 from parity.passes.prepare import Prepared, calls_of
@@ -117,7 +117,6 @@ class Failure:
             explain as well; None if there is none.
         among: titles and names of the mistakes that may be its cause; None for every known one.
         freedoms: the kernels that the candidate is judged by.
-        choices: the candidate's choices of the largest of many numbers, such as a token's experts.
         own_recipes: the recipes that the candidate turns on by itself, with the lines where it does.
         by_average: whether no slice is expected to have a smaller error than its tensor's average under a mistake.
             False if the candidate fails only in such slices, since judged by the average it would pass under any
@@ -138,7 +137,6 @@ class Failure:
     on_drawn: Failure | None = None
     among: Container[tuple[str, str]] | None = None
     freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
-    choices: PortsChoices = NONE_MADE
     own_recipes: Sequence[str] = ()
     by_average: bool = True
     outputs_passed: bool = False

@@ -16,7 +16,7 @@ from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.under import outputs_under, tensors_under
 from parity.numerics.errors import TINY, norm_of
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED, Choices, Kinks
+from parity.numerics.freedom import FUSED, Kinks
 from parity.numerics.kernel_choices import leaning
 from parity.passes.all_passes import Tensors
 from parity.result import Kind, TensorResult
@@ -170,19 +170,11 @@ def _models(
 ) -> list[Tensors]:
     """Return the rounding model's tensors under hypotheses, for each kind of kernels.
 
-    The list ends before a kind whose outputs ``only_if`` rejects, or that cannot be computed. The model chooses a
-    token's experts as the port did if the hypotheses leave that choice to rounding.
+    The list ends before a kind whose outputs ``only_if`` rejects, or that cannot be computed.
     """
-    given, exact = (failure.prepared, combination), Choices()
-    made = (
-        failure.choices.probed[-len(failure.choices.compared) :] if failure.is_on_probes else failure.choices.compared
-    )
-    if made:
-        tensors_under(*given, _unrounded(failure), freedom=FUSED, choices=exact)
     models: list[Tensors] = []
     for freedom in failure.freedoms:
-        numbers = Choices(made, exact.values) if exact.values else None
-        model = tensors_under(*given, failure.precision, freedom=freedom, only_if=only_if, choices=numbers)
+        model = tensors_under(failure.prepared, combination, failure.precision, freedom=freedom, only_if=only_if)
         if model is None:
             break
         models.append(model)

@@ -185,83 +185,155 @@ def test_another_bound_of_a_clamp_is_told():
     assert result.status == "failed"
 
 
-# Choices of the largest of many numbers: where the model follows the port's choice, and what that changes.
+# Choices, which rounding may decide: where the model follows the port's choice, and what that changes.
 
 
-def chosen(scores, count=1, **choices):
-    """Return which numbers of each row are chosen, and which gradients they get."""
-    scores = scores.clone().requires_grad_()
-    with rounded(FP32, (), FUSED, choices=Choices(**choices)) as phase:
-        values, places = torch.topk(scores, count, -1)
+def in_model(function, x, made=(), exact=()):
+    """Return what the model computes, and what it would choose by itself."""
+    choices = Choices(made, exact)
+    with rounded(FP32, (), FUSED, choices=choices):
+        return function(x.clone()), choices.own
+
+
+def followed(function, x, exact, ported, by_port=None):
+    """Return what the model computes of numbers with an error if the port computes ``by_port`` of other numbers."""
+    _, unrounded = in_model(function, exact)
+    with choices_seen(unrounded) as made:
+        (by_port or function)(ported.clone())
+    return in_model(function, x, made, unrounded)[0]
+
+
+def with_errors(x, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return x + 0.1 * NOISE * torch.randn(x.shape, generator=generator)
+
+
+SEGMENTS = torch.linspace(-2.0, 2.0, 9)
+# Ways to choose, and wrong ones of which the port's choice looks the same but is another.
+CHOOSING = {
+    "max": (lambda x: x.max(-1).indices, lambda x: x.min(-1).indices),
+    "max along the first dimension": (lambda x: x.max(0, keepdim=True).indices, lambda x: x.min(0).indices),
+    "min": (lambda x: x.min(1)[1], lambda x: x.max(1)[1]),
+    "argmax": (lambda x: x.argmax(1), lambda x: x.argmin(1)),
+    "argmax of all": (lambda x: x.argmax(), lambda x: x.argmin()),
+    "argmin": (lambda x: x.argmin(1), lambda x: x.argmax(1)),
+    "topk": (lambda x: x.topk(3).indices, lambda x: x.topk(3, largest=False).indices),
+    "topk along tokens": (lambda x: x.topk(8, 0).indices, lambda x: x.topk(8, 0, False).indices),
+    "sort": (lambda x: x.sort(0).indices, lambda x: x.sort(0, True).indices),
+    "argsort": (lambda x: x.argsort(descending=True), lambda x: x.argsort()),
+    "kthvalue": (lambda x: x.kthvalue(3).indices, lambda x: x.kthvalue(4).indices),
+    "median": (lambda x: x.median(1).indices, lambda x: x.kthvalue(6).indices),
+    "cummax": (lambda x: x.cummax(1).indices, lambda x: x.cummin(1).indices),
+    "greater": (lambda x: x > 0.5, lambda x: x > 0.7),
+    "less or equal": (lambda x: x <= 0.5, lambda x: x < 0.3),
+    "compared with each other": (lambda x: x[:, :4] >= x[:, 4:], lambda x: x[:, :4] <= x[:, 4:]),
+    "equal to the largest": (lambda x: x == x.amax(1, keepdim=True), lambda x: x == x.amin(1, keepdim=True)),
+    "sign bit": (torch.signbit, lambda x: torch.signbit(x - 0.2)),
+    "where": (lambda x: torch.where(x > 0.5, 1, 0), lambda x: torch.where(x > 0.7, 1, 0)),
+    "floor": (torch.floor, torch.ceil),
+    "ceil": (lambda x: (4.0 * x).ceil(), lambda x: (4.0 * x).floor()),
+    "round": (torch.round, lambda x: torch.round(x + 0.2)),
+    "trunc": (torch.trunc, torch.floor),
+    "in place": (lambda x: (2.0 * x).floor_(), lambda x: (2.0 * x).ceil_()),
+    "to an integer": (lambda x: x.long(), lambda x: x.floor().long()),
+    "floor division": (lambda x: x // 0.5, lambda x: (x - 0.1) // 0.5),
+    "division that rounds": (
+        lambda x: torch.div(x, 0.5, rounding_mode="floor"),
+        lambda x: torch.div(x, 0.5, rounding_mode="trunc"),
+    ),
+    "bucketize": (lambda x: torch.bucketize(x, SEGMENTS), lambda x: torch.bucketize(x + 0.2, SEGMENTS)),
+    "searchsorted": (lambda x: torch.searchsorted(SEGMENTS, x), lambda x: torch.searchsorted(SEGMENTS - 0.2, x)),
+    "sign": (torch.sign, lambda x: torch.sign(x - 0.2)),
+    "heaviside": (lambda x: torch.heaviside(x, x.new_zeros(1)), lambda x: torch.heaviside(x - 0.2, x.new_zeros(1))),
+    "hardshrink": (lambda x: F.hardshrink(x, 0.5) != 0, lambda x: F.hardshrink(x, 0.7) != 0),
+    "threshold": (lambda x: F.threshold(x, 0.5, -9.0) == -9.0, lambda x: F.threshold(x, 0.7, -9.0) == -9.0),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_the_model_chooses_as_the_port_did_where_numbers_are_nearer_than_their_errors(name):
+    function, _ = CHOOSING[name]
+    x = torch.rand(2048, 8, generator=torch.Generator().manual_seed(1)) * 4.0 - 2.0
+    model, ported = with_errors(x, 2), with_errors(x, 3)
+    assert name == "argmax of all" or not torch.equal(function(model), function(ported))
+    assert torch.equal(followed(function, model, x, ported), function(ported))
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_choice_that_rounding_does_not_explain_is_not_followed(name):
+    function, wrong = CHOOSING[name]
+    x = torch.rand(2048, 8, generator=torch.Generator().manual_seed(1)) * 4.0 - 2.0
+    right = function(x)
+    missed = (function(x).view(right.shape) != wrong(x).view(right.shape)).float().mean()
+    after = (followed(function, with_errors(x, 2), x, with_errors(x, 3), wrong) != wrong(x).view(right.shape)).float()
+    assert after.mean() > 0.8 * missed > 0.0
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_no_rounding_explains_a_choice_between_numbers_that_it_has_not_changed(name):
+    """Positions, counts and masks are whole, and all runs hold them exactly."""
+    function, _ = CHOOSING[name]
+    x = torch.randint(-16, 16, (512, 8), generator=torch.Generator().manual_seed(1)) / 8.0
+    own = function(x)
+    if own.dtype is not torch.int64 or own.shape == x.shape:  # of equal numbers, either may be chosen
+        assert torch.equal(followed(function, x, x, x + torch.where(x == 0.5, -0.125, 0.125)), own)
+
+
+def test_the_numbers_that_a_choice_returns_are_the_models_and_get_its_gradients():
+    x = torch.rand(512, 8, generator=torch.Generator().manual_seed(1))
+    ported = with_errors(x)
+
+    def both(x):
+        return x.topk(2)
+
+    _, unrounded = in_model(both, x)
+    with choices_seen(unrounded) as made:
+        both(ported)
+    leaf = with_errors(x, 2).requires_grad_()
+    with rounded(FP32, (), FUSED, choices=Choices(made, unrounded)) as phase:
+        values, places = both(leaf)
         phase.begin_backward()
         values.sum().backward()
-    torch.testing.assert_close(values, scores.gather(-1, places))
-    assert torch.equal(scores.grad, torch.zeros_like(scores).scatter(-1, places, 1.0))
-    return places.tolist()
+    assert torch.equal(places, ported.topk(2).indices)
+    torch.testing.assert_close(values, leaf.gather(1, places))
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf).scatter(1, places, 1.0))
 
 
-def rows(*first):
-    """Return scores, with these rows on top, and scores with errors of the size of ``NOISE``."""
-    torch.manual_seed(0)
-    scores = torch.cat([torch.tensor(first), 1.0 + torch.rand(64, len(first[0]))])
-    return scores, scores + NOISE * torch.randn_like(scores)
+def test_a_choice_that_the_port_makes_in_another_place_or_not_at_all_is_passed_over():
+    x = torch.rand(512, 8, generator=torch.Generator().manual_seed(1))
+    model, ported = with_errors(x, 2), with_errors(x, 3)
 
+    def function(x):
+        return torch.cat([x.topk(2).indices, x.argmax(-1, keepdim=True), (-x).argmax(-1, keepdim=True)], 1)
 
-def test_the_model_chooses_as_the_port_did_where_numbers_are_nearer_than_their_errors():
-    scores, exact = rows([1.0, 0.99, 0.2], [1.0, 0.2, 0.99])
-    made = scores.topk(1).indices
-    made[:2] = torch.tensor([[1], [2]])
-    assert chosen(scores, made=[made], exact=[exact])[:2] == [[1], [2]]
+    def other(x):
+        return x.topk(3).indices, (-x).argmax(-1), x.argmax(-1)
 
-
-def test_a_choice_that_rounding_does_not_explain_is_not_followed():
-    scores, exact = rows([1.0, 0.5, 0.2], [1.0, 0.2, 0.9])
-    made = scores.topk(1).indices
-    made[:2] = torch.tensor([[1], [2]])
-    assert chosen(scores, made=[made], exact=[exact])[:2] == [[0], [0]]
-
-
-def test_a_call_that_chooses_another_number_than_the_port_is_passed_over():
-    scores, exact = rows([1.0, 0.99, 0.2], [1.0, 0.2, 0.99])
-    made = scores.topk(1).indices
-    made[:2] = torch.tensor([[1], [2]])
-    choices = Choices([made], [exact, exact])
-    with rounded(FP32, (), FUSED, choices=choices):
-        two, one = (torch.topk(scores, count, -1).indices for count in (2, 1))
-    assert two[:2].tolist() == [[0, 1], [0, 2]]
-    assert one[:2].tolist() == [[1], [2]]
-
-
-def test_of_several_that_are_chosen_each_must_be_near():
-    scores, exact = rows([1.0, 0.99, 0.98, 0.1], [1.0, 0.99, 0.98, 0.1])
-    made = scores.topk(2).indices
-    made[0], made[1] = torch.tensor([2, 0]), torch.tensor([2, 3])
-    assert [sorted(row) for row in chosen(scores, 2, made=[made], exact=[exact])[:2]] == [[0, 2], [0, 1]]
-
-
-@pytest.mark.parametrize("made", [torch.zeros(66, 2, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)])
-def test_a_port_that_chooses_otherwise_many_or_of_other_rows_is_not_followed(made):
-    scores, exact = rows([1.0, 0.99, 0.2], [1.0, 0.2, 0.99])
-    assert chosen(scores, made=[made], exact=[exact]) == scores.topk(1).indices.tolist()
+    after = followed(function, model, x, ported, other)
+    assert torch.equal(after[:, :2], model.topk(2).indices)
+    assert torch.equal(after[:, 2:], function(ported)[:, 2:])
 
 
 def test_numbers_that_are_hidden_are_never_chosen():
-    scores, exact = rows([1.0, 0.99, -torch.inf], [1.0, -torch.inf, -torch.inf])
-    made = scores.topk(1).indices
-    made[:2] = torch.tensor([[1], [2]])
-    assert chosen(scores, made=[made], exact=[exact])[:2] == [[1], [0]]
+    x = torch.rand(64, 3, generator=torch.Generator().manual_seed(1))
+    x[0, 1] = -torch.inf
+    ported = x.clone()
+    ported[0] = torch.tensor([0.0, 1.0, 0.0])
+    own = with_errors(x)
+    assert torch.equal(followed(lambda x: x.argmax(-1), own, x, ported)[0], own.argmax(-1)[0])
 
 
-def test_a_ports_choices_are_those_of_its_last_pass_with_gradients_and_of_the_probing_one_after_it():
-    scores = [torch.rand(4, 3, requires_grad=True) for _ in range(3)]
-    with choices_seen() as seen:
-        for x in scores[:2]:
-            x.topk(2).values.sum().backward()
-        with torch.no_grad():
-            scores[2].topk(2)
-    made = seen.of_port(probed=True)
-    for kept, x in zip((made.compared, made.probed), scores[1:], strict=True):
-        assert [places.tolist() for places in kept] == [x.topk(2).indices.tolist()]
+@pytest.mark.parametrize("differ", [False, True])
+def test_of_a_ports_passes_the_latest_is_followed_that_is_about_the_same_numbers(differ):
+    """A port may settle its scales in earlier passes, and probing inputs may follow."""
+    x, others = (torch.rand(512, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    settling, ported, model = (with_errors(x, seed) for seed in (3, 4, 5))
+
+    def passes(_):
+        for one in (settling, ported, *([others] if differ else [])):
+            one.argmax(-1)
+
+    assert torch.equal(followed(lambda x: x.argmax(-1), model, x, x, passes), ported.argmax(-1))
 
 
 class Mixture(nn.Module):
@@ -308,6 +380,109 @@ def test_right_mixtures_pass_on_every_seed_though_some_tokens_go_to_other_expert
 def test_a_mistake_in_a_mixture_is_found_all_the_same():
     (result,) = parity.compare(mixture(norm_topk=True), ["bf16"])
     assert [finding.title for finding in result.findings][:1] == ["routing-weights"]
+
+
+class Choosing(nn.Module):
+    """A module whose results hang on choices by numbers that it computes."""
+
+    def __init__(self, linear, share):
+        super().__init__()
+        self.before, self.after, self.router = linear(64, 64), linear(64, 64), nn.Linear(64, 8, bias=False)
+        self.experts, self.share = nn.ModuleList(linear(64, 64) for _ in range(8)), share
+
+    def forward(self, x):
+        x = x + torch.tanh(self.before(x))
+        share = self.share(self.router(x))
+        return self.after(x) + sum(share[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
+def share_of_best(scores):
+    best, place = scores.max(-1, keepdim=True)
+    return torch.zeros_like(scores).scatter(-1, place, best.sigmoid())
+
+
+def share_of_best_tokens(scores):
+    best, places = scores.topk(48, 1)
+    return torch.zeros_like(scores).scatter(1, places, best)
+
+
+# Ways to share tokens among experts, and wrong ones.
+SHARES = {
+    "max": (share_of_best, lambda scores: share_of_best(-scores)),
+    "tokens": (share_of_best_tokens, lambda scores: torch.zeros_like(scores).scatter(1, *reversed(scores.topk(52, 1)))),
+    "threshold": (lambda scores: scores * (scores.sigmoid() > 0.5), lambda scores: scores * (scores.sigmoid() > 0.52)),
+    "branch": (
+        lambda scores: torch.stack([one if one.mean() > 0.0 else -one for one in scores]),
+        lambda scores: torch.stack([one if one.mean() < 0.0 else -one for one in scores]),
+    ),
+    "largest": (
+        lambda scores: scores * (scores == scores.amax(-1, keepdim=True)),
+        lambda scores: scores * (scores > scores.amax(-1, keepdim=True)),
+    ),
+    "at least the second": (
+        lambda scores: scores * (scores >= scores.topk(2).values[..., 1:]),
+        lambda scores: scores * (scores > scores.topk(2).values[..., 1:]),
+    ),
+    "round": (lambda scores: torch.round(4.0 * scores) / 4.0, lambda scores: torch.round(4.0 * scores + 0.05) / 4.0),
+    "bucket": (
+        lambda scores: torch.bucketize(scores, SEGMENTS).to(scores.dtype),
+        lambda scores: torch.bucketize(scores, SEGMENTS, right=True).to(scores.dtype) - (scores > 0.5).to(scores.dtype),
+    ),
+}
+
+
+def choosing(share, by_port):
+    def factory(te, **_):
+        reference = Choosing(lambda *widths: nn.Linear(*widths, bias=False), share)
+        return parity.Pair(
+            reference,
+            Choosing(lambda *widths: te.Linear(*widths, bias=False), by_port),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
+        )
+
+    return parity.Case("choosing", factory, sizes=(dict(batch=2, seq=64),))
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_right_ports_pass_whose_results_hang_on_choices(name):
+    results = parity.compare(choosing(SHARES[name][0], SHARES[name][0]), ["bf16"], seeds=range(2), diagnose=False)
+    assert [result.status for result in results] == ["passed"] * 2
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_wrong_choices_fail(name):
+    (result,) = parity.compare(choosing(*SHARES[name]), ["bf16"], diagnose=False)
+    assert result.status == "failed"
+
+
+class Scaled(nn.Module):
+    """A factor that grows every eighth token, as one of Llama 4's attention does."""
+
+    def __init__(self, linear, first=1):
+        super().__init__()
+        self.before, self.after, self.first = linear(64, 64), linear(64, 64), first
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1], dtype=x.dtype)
+        factor = 1.0 + 0.01 * torch.floor((positions + self.first) / 8)
+        return self.after(((self.before(x) + 1.0) / 2) * factor[:, None])
+
+
+@pytest.mark.parametrize(("first", "status"), [(1, "passed"), (0, "failed")])
+def test_no_jitter_moves_a_position(first, status):
+    def factory(te, **_):
+        reference = Scaled(nn.Linear)
+        return parity.Pair(
+            reference,
+            Scaled(te.Linear, first),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
+        )
+
+    case = parity.Case("scaled", factory, sizes=(dict(batch=2, seq=64),))
+    results = parity.compare(case, ["fp32"], seeds=range(2), diagnose=False)
+    assert [result.status for result in results] == [status] * 2
 
 
 class RoutedInFp32(nn.Module):
