@@ -246,7 +246,7 @@ def under_model(
     choices: Choices | None = None,
     stored: Stored | None = None,
 ) -> AbstractContextManager[Phase]:
-    """Make the reference in FP32 round as the port's kernels do, within the context."""
+    """Make the reference in FP32 round and choose as the port's kernels do, within the context."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
     together = _scaled_together(prepared.weights, parameters)
@@ -254,6 +254,7 @@ def under_model(
     prepared.past.names = {address(one): name for name, one in parameters.items() if one.dim() == 2}
     prepared.past.held = {address(parameters[name]) for name in prepared.quantized}
     read = _weights_read(prepared, as_read(rounding, freedom.kernels))
+    choices = choices or following(prepared, rounding)
     return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices, stored, prepared.past)
 
 
