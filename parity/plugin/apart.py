@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _FIRST: pytest.StashKey[State] = pytest.StashKey()
 _LAST: pytest.StashKey[Path | None] = pytest.StashKey()
 _FILES: pytest.StashKey[dict[Path, tuple[State, set[str]]]] = pytest.StashKey()
+_FIXTURES: pytest.StashKey[dict[str, tuple[State, State]]] = pytest.StashKey()
 
 
 def begin(config: pytest.Config) -> None:
@@ -29,7 +30,7 @@ def begin(config: pytest.Config) -> None:
     import parity.report.html  # noqa: F401
     from parity.trace.effects import State
 
-    config.stash[_FIRST], config.stash[_FILES] = State.now(), {}
+    config.stash[_FIRST], config.stash[_FILES], config.stash[_FIXTURES] = State.now(), {}, {}
 
 
 @contextmanager
@@ -63,10 +64,26 @@ def _reaches(module: ModuleType | None, names: set[str]) -> bool:
 
 
 @contextmanager
+def set_up(fixture: pytest.FixtureDef[object], config: pytest.Config) -> Iterator[None]:
+    """Note what a fixture changes that stays set up for several items, which is in force for pairs that use it."""
+    if fixture.scope == "function" or _FIXTURES not in config.stash:
+        yield
+        return
+    from parity.trace.effects import State
+
+    before = State.now()
+    yield
+    fixtures, name = config.stash[_FIXTURES], fixture.argname
+    fixtures[name] = before, State.now()
+    fixture.addfinalizer(lambda: fixtures.pop(name, None))
+
+
+@contextmanager
 def compared(item: pytest.Item) -> Iterator[None]:
     """Compare a pair in the state in which its file alone would have been imported, and leave the present one.
 
-    The next pair of the file finds that state as well, because what a pair changes is undone.
+    What fixtures have changed that the pair uses belongs to that state, and lasts as long as they do. The next pair of
+    the file finds it as well, because what a pair changes is undone.
     """
     stash = item.config.stash
     last, stash[_LAST] = stash.get(_LAST, None), None
@@ -80,6 +97,9 @@ def compared(item: pytest.Item) -> Iterator[None]:
     from parity.trace.effects import Disturbed, State
 
     own, around = stash[_FILES][item.path][0], State.now()
+    for name, (before, after) in stash[_FIXTURES].items():
+        if name in item.fixturenames:
+            own = own.followed_by(before, after)
     changed = own.changes(around)
     kept = own.restore() if changed else []
     told = [each for each in changed if not each.startswith("the environment")]
@@ -88,6 +108,6 @@ def compared(item: pytest.Item) -> Iterator[None]:
         yield
     finally:
         if changed:
-            around.restore()
+            around.followed_by(own, State.now()).restore()
         else:
             stash[_LAST] = item.path

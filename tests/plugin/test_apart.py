@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 
 import forked
 import pytest
@@ -41,6 +42,14 @@ def test_leaves() -> None:
 def test_is_left_what_another_test_of_this_file_has_left() -> None:
     assert torch.get_default_dtype() is torch.float64
 """
+FIXTURE = "import pytest\n@pytest.fixture(scope='session')\ndef repaired():" + textwrap.indent(REPAIR, "    ")
+USES_IT = "import pytest\npytestmark = pytest.mark.usefixtures('repaired')\ndef test_sets_it_up(): pass"
+STAYS = """
+import pytest, transformer_engine.pytorch.module.layernorm_linear as layer
+@pytest.mark.usefixtures("repaired")
+def test_a_fixture_lasts_beyond_a_pair() -> None:
+    assert layer.apply_normalization.__name__ == "<lambda>"
+"""
 FILES = {
     # An earlier file repairs TE when it is imported; another one does so in a module that two files share.
     "a_repairs": NORMED.format(beside=REPAIR) + 'declare("with_own_repair", 1e-5)\n',
@@ -49,6 +58,9 @@ FILES = {
     "repairs": REPAIR,
     "test_d": NORMED.format(beside="") + LEAVES + 'declare("right", 1e-6)\ndeclare("wrong", 1e-5)\n',
     "test_e": "import torch\ndef test_after_pairs():\n    assert torch.get_default_dtype() is torch.float64\n",
+    "conftest": FIXTURE,
+    "test_f": NORMED.format(beside=USES_IT) + 'declare("with_repair_by_a_fixture", 1e-5)\n',
+    "test_g": STAYS,
 }
 
 
@@ -58,11 +70,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, st
     folder = tmp_path_factory.mktemp("apart")
     for name, text in FILES.items():
         (folder / f"{name}.py").write_text(text)
-    names = [f"{name}.py" for name in FILES if name != "repairs"]
+    names = [f"{name}.py" for name in FILES if name not in ("repairs", "conftest")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = ("-m", "pytest", "-p", "parity.plugin", "--parity-diagnosis=no", "-p", "no:randomly")
     ran = forked.run(*command, *names, folder=folder, environment=environment)
-    assert "1 failed, 7 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "1 failed, 10 passed" in ran.stdout, ran.stdout + ran.stderr
     found = record.read(folder / "reports/parity.jsonl").results
     return {result.case: (result.status, " ".join(result.notes)) for result in found}
 
@@ -71,7 +83,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, st
     ("name", "status"),
     [
         *(("with_own_repair", "passed"), ("with_shared_repair", "passed"), ("with_shared_repair_again", "passed")),
-        *(("right", "passed"), ("wrong", "failed")),
+        *(("right", "passed"), ("wrong", "failed"), ("with_repair_by_a_fixture", "passed")),
     ],
 )
 def test_it_has_the_verdict_that_it_has_alone(results: dict[str, tuple[str, str]], name: str, status: str) -> None:
