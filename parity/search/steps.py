@@ -59,6 +59,10 @@ class Before:
     golden_of: Callable[[int, Named], Mapping[str, Tensor]]
 
 
+# A limit is one on a whole tensor: a slice with a quarter of the usual norm may be off by this many times as much.
+_OF_SMALL_SLICES = 4.0
+
+
 def guesses_of_any_step(
     number: int,
     candidate: Mapping[str, Tensor],
@@ -99,7 +103,10 @@ def guesses_of_any_step(
             lambda: {name: factor * x for name, x in golden.items()},
         ),
     ]
-    is_even = all(uneven(candidate[name], x, unsure=limits.get(name, 1.0)) is None for name, x in golden.items())
+    is_even = all(
+        uneven(candidate[name], x, unsure=_OF_SMALL_SLICES * limits.get(name, 1.0)) is None
+        for name, x in golden.items()
+    )
     guesses = guesses if is_even else guesses[:-1]
     factors = {name: scale_of({name: candidate[name]}, {name: x}) for name, x in golden.items()}
     if is_even and (of_some := some_scaled(number, factors, limits, golden)):

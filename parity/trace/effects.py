@@ -317,7 +317,17 @@ _COMPUTE = ("torch", "transformer_engine", "transformer_engine_torch", "parity",
 _BESIDES = tuple(
     f"torch.{name}."
     for name in (
-        *("_dynamo", "_functorch", "_higher_order_ops", "_inductor", "_numpy", "_subclasses", "ao", "distributed"),
+        *(
+            "_dynamo",
+            "_functorch",
+            "_higher_order_ops",
+            "_inductor",
+            "_numpy",
+            "_subclasses",
+            "ao",
+            "compiler",
+            "distributed",
+        ),
         *("distributions", "export", "fx", "jit", "onnx", "package", "profiler", "quantization", "testing"),
         *("utils.data", "utils.tensorboard"),
     )
@@ -326,6 +336,8 @@ _BESIDES = tuple(
 _COMPILED = ("numpy", "scipy", "torch._C")
 # Of these packages, only the modules count. pytest exchanges functions of ``warnings`` around each test.
 _CALLED = {"pytest", *sys.stdlib_module_names} - {"warnings"}
+# These replace methods of PyTorch's classes when a class is first used, or something is first compiled.
+_REPLACE = ("torch.optim.optimizer", "torch._dynamo.")
 _GONE = object()
 # A dict whose version is the same has not changed. PyTorch's guards have this function, but no stable name for it.
 _version = getattr(torch._C._dynamo.guards, "dict_version", lambda held: tuple(map(id, held.values())))
@@ -352,16 +364,14 @@ class _Namespace:
 
         A new name counts only if it hides another one: modules get submodules and lazy attributes, and libraries add
         methods to classes, such as transformers' ``Module.smart_apply``. PyTorch sets ``torch.Storage`` with the
-        default dtype, and pytest sets ``sys.last_type`` after a failure. PyTorch's compiler replaces methods of
-        ``nn.Module`` when it is first used.
+        default dtype, and pytest sets ``sys.last_type`` after a failure. What libraries set when it is first used, such
+        as a class in the place of None, or a method that PyTorch wraps, is the first of its kind, too.
         """
         for name in self.held | self.first:
             now, first = self.held.get(name, _GONE), self.first.get(name, _GONE)
             if first is now or name in ("Storage", "last_type") or not (_is_code(now) or _is_code(first)):
                 continue
-            if getattr(now, "__module__", None) == "torch._dynamo.mutation_guard":
-                continue
-            if first is _GONE and not self._hides(name):
+            if _is_late(now, first) or (first is _GONE and not self._hides(name)):
                 self.first[name] = now
             else:
                 yield name, now
@@ -383,6 +393,13 @@ class _Namespace:
 def _is_code(value: Any) -> bool:
     """Return whether a value is code. Data changes as libraries compute: counters, caches, what is made when needed."""
     return callable(value) or isinstance(value, ModuleType) or hasattr(type(value), "__get__")
+
+
+def _is_late(now: Any, first: Any) -> bool:
+    """Return whether a library itself has set a value, when it was first needed."""
+    home = vars(now) if isinstance(now, ModuleType) else getattr(now, "__globals__", {})
+    home = home.get("__name__") or str(getattr(now, "__module__", ""))
+    return home.startswith(_REPLACE) or (first is None and home.startswith(_COMPUTE))
 
 
 class _Namespaces:

@@ -78,7 +78,9 @@ def test_the_verdict_stays_where_a_wrong_candidate_raises_in_a_later_call(name: 
     assert_says(
         result, "failed", "the second look, which tells chance from a mistake, raised", told, "the first look counts"
     )
-    assert_says(result, "failed", "the search for the cause raised", told)
+    # The parts of the search that do not call the candidate follow one that does; what is no exception ends the search.
+    is_named = [finding.title for finding in result.findings] == ["factor"]
+    assert is_named or "the search for the cause raised" in " ".join(result.notes), (result.findings, result.notes)
     assert result.margin > 100
 
 

@@ -126,7 +126,7 @@ def test_branches_that_are_all_scaled_are_told_with_their_factor():
     # Before a norm, halved branches cannot be told from a doubled stream.
     result = encoders("halved", "bf16", normed=False)
     tells(result, "factor", "multiplies them by 0.5.")
-    assert "attention and MLP" in result.findings[0].message
+    assert "what the branches return" in result.findings[0].message
 
 
 @pytest.mark.parametrize(
