@@ -218,6 +218,16 @@ def seeming_attentions(trace: Trace) -> Iterator[Attention]:
             yield attention
 
 
+@once_a_trace
+def weighings(trace: Trace) -> list[Call]:
+    """Return the calls by which softmax weighs values in a product, also in a form that is not recognised above."""
+    return [call for call in trace.calls if _called(trace, call) is not None or _weighs_values(trace, call)]
+
+
+def _weighs_values(trace: Trace, call: Call) -> bool:
+    return call.name == "softmax" and _product_with_values(trace, call.outputs[0], _THROUGH) is not None
+
+
 def heads_of(trace: Trace, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Return the traced query, key and value as ``[..., heads, seq, head_dim]``."""
     values = (attention.query, attention.key, attention.value)

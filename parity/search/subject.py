@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from parity.mistakes.activations import gated_units
-from parity.mistakes.attention import attentions
+from parity.mistakes.attention import weighings
 from parity.mistakes.lookups import additions, lookups
 from parity.mistakes.losses import cross_entropies, log_softmaxes
 from parity.mistakes.mixture import routers
@@ -19,7 +19,7 @@ from parity.search.reruns import kept_rows
 from parity.trace.trace import Trace
 
 _RECOGNISED: dict[str, Sequence[Callable[[Trace], object]]] = {
-    "attention": (attentions,),
+    "attention": (weighings,),
     "rotations": (rotations,),
     "norms": (norms,),
     "gated units": (gated_units,),
