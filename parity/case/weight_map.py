@@ -324,7 +324,7 @@ def names(side: Side) -> Iterator[str]:
             yield from names(part)
 
 
-def holds(side: Side, kind: type[Constant] | type[Copies] | type[Shift]) -> bool:
+def holds(side: Side, kind: type[Constant | Copies | Experts | Shift]) -> bool:
     """Return whether a term of this kind occurs in a side."""
     if isinstance(side, (str, Constant)):
         return isinstance(side, kind)

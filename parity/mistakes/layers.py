@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.case.weight_map import Side, WeightMap, names, shape_of
+from parity.case.weight_map import Experts, Side, WeightMap, holds, names, shape_of
 from parity.mistakes.activations import ACTIVATIONS, activations, biases
 from parity.mistakes.alternatives import of_operands
 from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, everywhere_and_somewhere, more_like_it
@@ -72,6 +72,13 @@ class _Stack:
     lefts: tuple[tuple[Side, ...], ...]
     rights: tuple[tuple[str, ...], ...]
     order: tuple[int, ...]
+
+
+def has_experts(weights: WeightMap) -> bool:
+    """Return whether the map fills experts, stacked in one tensor or as the parts of TE's grouped layers."""
+    return any(
+        holds(side, Experts) or any(map(_EXPERT.search, names(side))) for sides in weights.items() for side in sides
+    )
 
 
 def layer_order_hypotheses(of: Mapped) -> Iterator[Hypothesis]:

@@ -8,6 +8,7 @@ import torch
 
 from parity.mistakes.activations import gated_units
 from parity.mistakes.attention import weighings
+from parity.mistakes.layers import has_experts
 from parity.mistakes.lookups import additions, lookups
 from parity.mistakes.losses import cross_entropies, log_softmaxes
 from parity.mistakes.mixture import routers
@@ -41,6 +42,8 @@ def has(failure: Failure, need: str) -> bool:
     Raises:
         OutOfTime: if the candidate has to run again for that, and the limit of real time is reached.
     """
+    if need == "experts" and has_experts(failure.prepared.weights):
+        return True
     if need in _RECOGNISED:
         return any(recognised(failure.trace) for recognised in _RECOGNISED[need])
     match need:
