@@ -216,6 +216,7 @@ class Failure:
     @property
     def models(self) -> list[Tensors]:
         """The reference's tensors with the precision's rounding, one for each way in which kernels compute."""
+        self.prepared.clock.check()
         ran = [model_tensors(self.run_on, self.precision.rounding, one) for one in self.freedoms]
         return [of_probe(one) for one in ran] if self.is_on_probes else ran
 

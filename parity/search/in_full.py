@@ -200,12 +200,12 @@ def _judged(
     If little is left, so is bad luck with single roundings, as at a port's second look. An error that is hardly less
     than before has had that look already, unless the port failed by so much elsewhere that it was cut short.
     """
-    before = max(result.margin for result in failure.results)
     judged, names = failure.judge(golden, models), leaning(failure.precision.rounding)
     results = {result.key: result for result in failure.results}
     for now in judged:
         was = results[now.key]
-        if not now.passed and not was.passed and hardly_less(now, was) and now.margin > _LITTLE * before:
+        elsewhere = max((one.margin for key, one in results.items() if key != now.key), default=0.0)
+        if not now.passed and not was.passed and hardly_less(now, was) and now.margin > _LITTLE * elsewhere:
             return judged
         # The side of a kink may change a gradient by far more than rounding does, but not by most of its error before.
         is_little = now.kind != "output" and now.errors.relative_l2 < _NEARLY_NOTHING * was.errors.relative_l2
@@ -223,7 +223,7 @@ def _judged(
     if not all(result.passed for result in judged):
         models = [*models, *_beside_kinks(failure, combination)]
         judged = failure.judge(golden, models, None, granted)
-    worst = max(result.margin for result in judged)
+    worst, before = (max(result.margin for result in some) for some in (judged, failure.results))
     for seed in range(LOOKS) if worst <= _LITTLE * before else ():
         if all(result.passed for result in judged) or is_hopeless(judged, seed, False, failure.precision.rounding):
             break

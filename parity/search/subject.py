@@ -21,7 +21,7 @@ from parity.trace.trace import Trace
 
 _RECOGNISED: dict[str, Sequence[Callable[[Trace], object]]] = {
     "attention": (weighings,),
-    "rotations": (rotations,),
+    "rotations": (rotations, lambda trace: any(call.name in ("cos", "sin", "polar") for call in trace.calls)),
     "norms": (norms,),
     "gated units": (gated_units,),
     "experts": (routers,),
