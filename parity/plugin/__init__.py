@@ -318,7 +318,7 @@ def pytest_make_collect_report(
 
         seconds = 0.0 if collector.config.getoption("usepdb", False) else collector.config.stash[_OPTIONS].timeout
         try:
-            with collected_in_time(collector, seconds), mistakes_kept(), apart.imported(collector):
+            with apart.imported(collector), collected_in_time(collector, seconds), mistakes_kept():
                 report = yield
                 if report.passed:
                     report.result.extend(_nodes(collector))

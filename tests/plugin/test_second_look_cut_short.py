@@ -81,7 +81,7 @@ def test_a_note_that_cannot_be_replaced_is_taken_away_since_it_may_be_wrong(
 ) -> None:
     diary = Diary(tmp_path, "gw0")
     failed = replace(fakes.result(margin=2.0), notes=("it was looked at once",))
-    fails = Entry("my_pairs.py::x", record.result_line(failed), "", 600.0)
+    fails = Entry("my_pairs.py::x", record.result_line(failed), "", "ran too long")
     diary.write(fails, None)
     assert diary.read("my_pairs.py::x") == (fails, [])
 
