@@ -45,7 +45,7 @@ def uneven(own: Tensor, right: Tensor, rounded: Sequence[Tensor] = (), unsure: f
     """
     found, is_uneven = [], False
     tensors = [x.double().to(right.device) for x in (right, own, *rounded)]
-    for what, (due, mine, *others) in _cut(tensors):
+    for what, (due, mine, *others) in _cut_into_slices(tensors):
         squares = due.square().sum(1).clamp(min=TINY)
         factors, *near = ((x * due).sum(1) / squares for x in (mine, *others))
         whole = factors @ squares / squares.sum()
@@ -65,7 +65,7 @@ def uneven(own: Tensor, right: Tensor, rounded: Sequence[Tensor] = (), unsure: f
     return next(one for one in found if one.left <= most) if is_uneven else None
 
 
-def _cut(tensors: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+def _cut_into_slices(tensors: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
     """Yield the tensors cut into slices, ``[slices, elements]``, in several ways, the plainest first, with a name."""
     shape, count = tensors[0].shape, tensors[0].numel()
     for dim, size in enumerate(shape):

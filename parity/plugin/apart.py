@@ -50,12 +50,12 @@ def imported(module: pytest.Module) -> Iterator[None]:
         own = State.now()
         around.followed_by(first, own).restore()
         for other, names in list(files.values()):
-            if _reaches(vars(module).get("_obj"), names):
+            if _uses_any_of(vars(module).get("_obj"), names):
                 own = own.followed_by(first, other)
         files[module.path] = own, set(sys.modules) - loaded
 
 
-def _reaches(module: ModuleType | None, names: set[str]) -> bool:
+def _uses_any_of(module: ModuleType | None, names: set[str]) -> bool:
     """Return whether a module uses one of the modules that another file was the first to import."""
     return any(
         (value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")) in names

@@ -767,7 +767,7 @@ def where_the_error_is(failure: Failure, untried: int = 0) -> Iterator[Finding]:
     tells = [result for result in failure.results if result.kind != "output" or result.numel != 1]
     passed = [result.label for result in tells if result.passed and bool(failure.golden[result.key].any())]
     step = _next_step(failure)
-    others = f". These are right: {', '.join(passed[:_MOST_RIGHT])}{_beyond(passed)}" if passed else ""
+    others = f". These are right: {', '.join(passed[:_MOST_RIGHT])}{_count_unlisted(passed)}" if passed else ""
     if clock.ended:
         others += f". The search for the cause {ended_early(clock.limit)}"
     elif untried:
@@ -833,7 +833,9 @@ def _places(failure: Failure, result: TensorResult) -> Iterator[str]:
     for dim in (dim for dim in range(error.dim()) if error.shape[dim] > 1):
         (share, wrong, is_clear), name = along(dim), _name(dim, result)
         if is_clear:
-            told[dim] = f"in {name} {_ranges(wrong)} ({int(wrong.sum())} of {len(wrong)}; the others are right)"
+            told[dim] = (
+                f"in {name} {_describe_ranges(wrong)} ({int(wrong.sum())} of {len(wrong)}; the others are right)"
+            )
         elif described := _concentrated(share) or _periodic(share):
             told[dim] = f"in {name} {described}"
         elif bool(wrong.all()):
@@ -841,9 +843,9 @@ def _places(failure: Failure, result: TensorResult) -> Iterator[str]:
     if _name(1, result) == "positions":
         _, wrong, is_clear = along(0, 1)
         if is_clear and wrong.sum() < wrong.any(1).sum() * wrong.any(0).sum():
-            rows = [f"{_ranges(some)} of row {number}" for number, some in enumerate(wrong) if some.any()]
+            rows = [f"{_describe_ranges(some)} of row {number}" for number, some in enumerate(wrong) if some.any()]
             right = f"the other {int((~wrong).sum())} of {wrong.numel()} are right"
-            both = f"in positions {', '.join(rows[:_MOST_RIGHT])}{_beyond(rows)} of the batch ({right})"
+            both = f"in positions {', '.join(rows[:_MOST_RIGHT])}{_count_unlisted(rows)} of the batch ({right})"
             told = {0: both} | {dim: each for dim, each in told.items() if dim > 1}
     yield from told.values() or [f"in {' and '.join(every)}" if every else "in no row or column alone"]
     projection = (error * golden).sum() / golden.square().sum()
@@ -852,15 +854,15 @@ def _places(failure: Failure, result: TensorResult) -> Iterator[str]:
         yield f"{along_right:.0%} of it is as if the right values were multiplied by {readable(1 + projection.item())}"
 
 
-def _ranges(chosen: Tensor) -> str:
+def _describe_ranges(chosen: Tensor) -> str:
     """Return where a boolean vector is true: ``3 to 7, 12``."""
     edges = nn.functional.pad(chosen.int(), (1, 1)).diff()
     ends = zip((edges > 0).nonzero().flatten().tolist(), (edges < 0).nonzero().flatten().tolist(), strict=True)
     runs = [f"{first} to {last - 1}" if last - first > 1 else f"{first}" for first, last in ends]
-    return f"{', '.join(runs[:_MOST_RIGHT])}{_beyond(runs)}"
+    return f"{', '.join(runs[:_MOST_RIGHT])}{_count_unlisted(runs)}"
 
 
-def _beyond(named: Sequence[str]) -> str:
+def _count_unlisted(named: Sequence[str]) -> str:
     """Return how many more there are than a message names."""
     return f" and {len(named) - _MOST_RIGHT} more" if len(named) > _MOST_RIGHT else ""
 
@@ -872,7 +874,7 @@ def _concentrated(share: Tensor) -> str | None:
     if count > max(1, int(_SMALL * len(share))):
         return None
     chosen = torch.zeros_like(share).index_fill(0, order[:count], 1.0)
-    return f"{_ranges(chosen)} ({float(share @ chosen):.0%} of it, of {len(share)})"
+    return f"{_describe_ranges(chosen)} ({float(share @ chosen):.0%} of it, of {len(share)})"
 
 
 def _periodic(share: Tensor) -> str | None:

@@ -479,7 +479,7 @@ def _screened(
                 if explanation is not None and explanation.complete:
                     return [
                         *_best_of_its_place(search, explanation, nearest, entries),
-                        *_rivals(search, explanation, nearest, entries),
+                        *_find_rivals(search, explanation, nearest, entries),
                     ]
     ranked.sort(key=lambda entry: entry[0])
     return _verified(search, ranked, budget)
@@ -500,7 +500,9 @@ def _best_of_its_place(
     return [*sorted(better, key=lambda one: one.misfit), found]
 
 
-def _rivals(search: _Search, found: Explanation, entry: Ranked, entries: Iterable[Ranked]) -> Iterator[Explanation]:
+def _find_rivals(
+    search: _Search, found: Explanation, entry: Ranked, entries: Iterable[Ranked]
+) -> Iterator[Explanation]:
     """Yield explanations of another kind that fit as well as a complete one, among the mistakes that come next in FP8.
 
     What FP8 costs hides the difference of two mistakes, so the first one to pass is no better than the second.

@@ -22,7 +22,7 @@ from parity.mistakes.hypothesis import Hypothesis, to_be_bounded
 from parity.search.held_weights import _as_it_is
 from parity.search.in_full import Explanation
 from parity.search.misplaced import _moved
-from parity.search.search import _rivals, is_unusual
+from parity.search.search import _find_rivals, is_unusual
 from parity.search.steps import gradients_explained, guesses_of_any_step
 from parity.trace.calls import Misfit
 from tests.diagnosis.ports import compared, normal
@@ -250,7 +250,7 @@ def test_in_fp8_mistakes_that_fit_as_well_as_the_first_are_rivals(recipe, share,
     failure = SimpleNamespace(precision=SimpleNamespace(recipe=recipe), budget=lambda checks: budget)
     search: Any = SimpleNamespace(failure=failure, explanation=lambda combination: other)
     entries = [(share, other.hypotheses)]
-    assert [*_rivals(search, first, (0.1, first.hypotheses), entries)] == [other] * is_rival
+    assert [*_find_rivals(search, first, (0.1, first.hypotheses), entries)] == [other] * is_rival
 
 
 @pytest.mark.parametrize("titles", [("norm-eps",), ("norm-eps", "factor")])
