@@ -59,6 +59,7 @@ Rearrange = Callable[[Tensor], Tensor]
 
 _OF_A_ROTATION = 16  # at most this many values lie between a rotation's argument and its result
 _THROUGH = CASTS | {"dropout", "nan_to_num", "view", "reshape"}  # from probabilities to their product with values
+_PAST_SINKS = _THROUGH | {"getitem"}  # the same, if sinks are cut off before
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ def weighings(trace: Trace) -> list[Call]:
 
 
 def _weighs_values(trace: Trace, call: Call) -> bool:
-    return call.name == "softmax" and _product_with_values(trace, call.outputs[0], _THROUGH) is not None
+    return call.name == "softmax" and _product_with_values(trace, call.outputs[0], _PAST_SINKS) is not None
 
 
 def heads_of(trace: Trace, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,7 +298,7 @@ def _written_out(trace: Trace, call: Call) -> Attention | None:
         return None
     after, sinks = _scores_and_sinks(trace, call.inputs[0])
     path = _to_product(trace, after)
-    context = _product_with_values(trace, call.outputs[0], _THROUGH if sinks is None else _THROUGH | {"getitem"})
+    context = _product_with_values(trace, call.outputs[0], _THROUGH if sinks is None else _PAST_SINKS)
     if path is None or context is None:
         return None
     context_call, value, to_value_heads, from_heads = context

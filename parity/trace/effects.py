@@ -244,6 +244,13 @@ class _Entry:
         return last if self.changes(first, last) else value
 
 
+class _Growing(_Entry):
+    """An entry that holds several things, to which libraries add when they are imported; none may be removed."""
+
+    def changes(self, before: Any, now: Any) -> list[str]:
+        return [] if all(one in now for one in before) else [self.name]
+
+
 @dataclass(frozen=True)
 class _Names(_Entry):
     """An entry that consists of many names, each of which is reported by itself.
@@ -574,12 +581,10 @@ def _surroundings() -> Iterator[_Entry]:
     """Yield the entries for the surroundings of Python code, which pytest and other plugins change as well."""
     yield _Entry("the current folder", os.getcwd, os.chdir, shown=False)
     yield _list("sys.path", lambda: sys.path)
-    finders = list(sys.meta_path)
-    yield _Entry(
+    yield _Growing(
         "sys.meta_path",
-        lambda: [one for one in finders if one in sys.meta_path],
+        lambda: list(sys.meta_path),
         lambda before: sys.meta_path.extend(one for one in before if one not in sys.meta_path),
-        shown=False,
     )
     yield _list("the filters of warnings", lambda: warnings.filters)  # type: ignore[arg-type, return-value]
     yield _Entry("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)

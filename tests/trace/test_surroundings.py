@@ -186,6 +186,21 @@ def test_it_is_put_back_and_named(name: str) -> None:
     assert disturbed.kept == []
 
 
+def test_finders_that_a_library_adds_while_it_is_imported_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    _tables()
+    finders = type("Finder", (), {"find_spec": lambda *_: None}), type("Other", (), {"find_spec": lambda *_: None})
+    sys.meta_path.append(finders[0])
+    with undisturbed() as disturbed:
+        sys.meta_path.append(finders[1])
+    assert sys.meta_path[-2:] == list(finders)
+    assert disturbed.changed == []
+    with undisturbed() as disturbed:
+        sys.meta_path.remove(finders[0])
+    assert finders[0] in sys.meta_path
+    assert disturbed.changed == ["sys.meta_path"]
+
+
 @pytest.mark.parametrize("package", ["torch.nn", "torch.autograd", "transformer_engine", "parity.cpu", "numpy.linalg"])
 def test_a_function_of_any_module_and_method_of_any_class_is_put_back(package: str) -> None:
     places = [one for one in _tables()[0][0].read.__self__._all if f"{one.name}.".startswith(f"{package}.")]
