@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parity import reference, te
-from parity.cpu import cuda
 from parity.te import PRECISIONS, Kernels, Precision, why_unavailable
+from te_on_cpu import cuda
 
 Pass = Callable[[], object]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from parity.cpu import UserError  # defined there because parity.cpu imports nothing else of parity
 
-__all__ = ["INTERRUPTS", "UserError"]
+class UserError(Exception):
+    """A mistake in a user's pair, file, arguments or environment. It says what is wrong, where, and what to do."""
+
+    __module__ = "parity"  # as users import it, and read it in tracebacks
+
 
 INTERRUPTS = (KeyboardInterrupt, GeneratorExit)
 """Exceptions that are not mistakes if a user's code raises them; ``sys.exit()`` and ``pytest.skip()`` are mistakes."""

@@ -23,7 +23,7 @@ from te_matrix import environment, layer
 
 ROOT = Path(__file__).resolve().parents[1]
 # The folders of the packages in a checkout, and in an installation.
-FOLDERS = {"parity": "parity", "cases": "parity/cases"}
+FOLDERS = {"parity": "parity", "cases": "parity/cases", "te_on_cpu": "te_on_cpu"}
 MODULE = "te_parity_plugin.py"  # outside of them
 
 PAIRS = """

@@ -267,7 +267,8 @@ def execute(
     if not is_module and not script.is_file():
         raise UserError(f"there is no script {script}")
     from parity import te
-    from parity.cpu.loading import script as scripts
+    from te_on_cpu import EmulationError
+    from te_on_cpu.loading import script as scripts
 
     with te.on_cpu():
         try:
@@ -275,7 +276,7 @@ def execute(
                 scripts.run_module(str(script), arguments or ())
             else:
                 scripts.run(script, arguments or ())
-        except (UserError, BrokenPipeError):  # main reports them, as for every command
+        except (UserError, EmulationError, BrokenPipeError):  # main reports them, as for every command
             raise
         except Exception as error:
             scripts.show_traceback(error)

@@ -108,15 +108,14 @@ def emulated_availability() -> tuple[dict[str, Availability], str]:
 
     A ``yes`` may be followed by what TE would say with older libraries, which tells what a real GPU needs.
     """
-    from parity.cpu import cuda
-    from parity.cpu.cuda import emulated, emulated_libraries
+    from parity.te.emulation import cuda
 
     def answers(gpu: cuda.DeviceProperties) -> Availability:
-        with emulated(gpu):
+        with cuda.emulated(gpu):
             now = availability("cpu")
-            with emulated_libraries(cuda_version=_OLD_CUDA):
+            with cuda.emulated_libraries(cuda_version=_OLD_CUDA):
                 on_old_cuda = availability("cpu")
-            with emulated_libraries(cublaslt=_OLD_CUBLASLT):
+            with cuda.emulated_libraries(cublaslt=_OLD_CUBLASLT):
                 on_old_cublas = availability("cpu")
         return {name: _with_needs(answer, on_old_cuda[name], on_old_cublas[name]) for name, answer in now.items()}
 
@@ -136,7 +135,7 @@ def te_range(version: str | None) -> str:
     """Return a version of TE with the versions that the CPU kernels serve, or what is wrong with that version."""
     from packaging.version import Version
 
-    from parity.cpu.versions import NEWEST, OLDEST
+    from parity.te.emulation import NEWEST, OLDEST
 
     if version is None:
         return "not installed: pip install transformer-engine"

@@ -23,6 +23,7 @@ from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Recalled, Tensors
 from parity.passes.refusals import gradients_missed
 from parity.result import Determinism, Finding, TensorResult, label_of
+from parity.te import emulation
 from parity.trace.digests import Trace, as_bytes, first_difference
 from parity.trace.effects import RandomState, kept, other_numbers
 from parity.trace.whose import is_in_call, is_te, line_running, watching_calls
@@ -122,7 +123,7 @@ _WITHOUT_PARAMETERS = (
     *("TransformerLayer", "MultiheadAttention", "Sequential", "TransformerEngineBaseModule"),
     *("FusibleOperation", "BasicOperation", "FusedOperation"),
 )
-_KERNELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # parity's own kernels too: TE calls them
+_KERNELS = tuple(str(Path(str(of.__file__)).parent) for of in (torch, emulation.cuda))  # TE calls them
 _MARK = "_parity_name"  # the attribute for a module's name in the candidate, which copies of the module keep
 _COPIES = ("clone", "copy_", "detach", "alias", "zero_")  # functions that compute nothing from a weight
 _MOST_TOLD = 4  # names in a message

@@ -131,7 +131,7 @@ def made(
 
 PACKAGE = "parity"
 # These modules keep results and name their sources, so the results do not depend on them.
-_NO_PART = ("parity.lab.record", "parity.user_error", "parity.cpu")
+_NO_PART = ("parity.lab.record", "parity.user_error")
 
 
 @functools.cache

@@ -30,7 +30,6 @@ import torch
 from parity import shown
 from parity.case import files as of_pairs
 from parity.conversion import checkpoint, plan
-from parity.cpu.loading import loader
 from parity.judge import limits, noise
 from parity.judge.limits import Difference, OfPrecision
 from parity.lab import record as lab_record
@@ -48,6 +47,7 @@ from parity.report.environment import Environment
 from parity.report.record import Uncollected
 from parity.result import Check, Determinism, Errors, Finding, Histogram, Picture, Profile, Result, Step, TensorResult
 from parity.user_error import UserError
+from te_on_cpu.loading import loader
 
 # Damage as disks, interruptions, editors and attackers cause it: to bytes, lines and JSON values.
 

@@ -1,6 +1,6 @@
 """List and model what TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do differently.
 
-Each row is an option of the CPU kernels (``parity.cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). A row says what its
+Each row is an option of the CPU kernels (``te_on_cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). A row says what its
 source allows, and what was measured on one GPU: an H200 with TE 2.20.2, cuBLAS 13.1 and PyTorch 2.11, by
 ``parity.lab.gpu_report.facts`` and by the table of kernels. A choice that the H200 does not make is granted all the
 same, because other GPUs, shapes and versions of cuBLAS may make it.
@@ -14,20 +14,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.cpu import kernel_choices as names
-from parity.cpu.kernel_choices import (
-    ATTENTION_16_BIT_SUMS,
-    FP8_14_BIT,
-    FP8_BLOCK_14_BIT,
-    SPLIT_K_IN_OUTPUT_TYPE,
-    SUMS_25_BIT,
-    TF32_TRUNCATED,
-)
 from parity.numerics.formats import Rounding, e4m3, e4m3_squares, tf32, tf32_truncated
 from parity.settings import PRECISION_NAMES
 
 # Things that TransformerEngine's kernels on a GPU may do, and that the CPU kernels do not do by default.
 
+# The names of the CPU kernels' options, of which nothing is imported here (a test compares them).
+TF32_TRUNCATED = "tf32-truncated"
+TF32_TIES_AWAY = "tf32-ties-away"
+FP32_EXACT = "fp32-exact"
+FP8_14_BIT = "fp8-14-bit"
+FP8_BLOCK_14_BIT = "fp8-block-14-bit"
+SPLIT_K_IN_OUTPUT_TYPE = "split-k-in-output-type"
+ATTENTION_16_BIT_SUMS = "attention-16-bit-sums"
+MX_25_BIT = "mx-25-bit"
+SUMS_25_BIT = "sums-25-bit"
 
 _ALL_GPUS = ("ada", "hopper", "blackwell")
 _PER_TENSOR_FP8 = ("fp8_delayed", "fp8_current")
@@ -44,7 +45,7 @@ class KernelChoice:
     """One thing that a faithful kernel may do.
 
     Attributes:
-        name: the option's name, as in ``parity.cpu.kernel_choices.NAMES``.
+        name: the option's name, as in ``te_on_cpu.kernel_choices.NAMES``.
         gpus: the GPUs whose kernels may do it, of ``ada``, ``hopper`` and ``blackwell``.
         precisions: names in ``parity.te`` of the precisions in which it can show.
         does: what the kernel does, in a sentence.
@@ -65,7 +66,7 @@ class KernelChoice:
 
 CHOICES = (
     KernelChoice(
-        names.TF32_TRUNCATED,
+        TF32_TRUNCATED,
         _ALL_GPUS,
         ("fp32",),
         "FP32 operands of a GEMM are cut to TF32's 10 mantissa bits, toward zero.",
@@ -75,7 +76,7 @@ CHOICES = (
         leans=True,
     ),
     KernelChoice(
-        names.TF32_TIES_AWAY,
+        TF32_TIES_AWAY,
         _ALL_GPUS,
         ("fp32",),
         "FP32 operands of a GEMM are rounded to TF32's 10 mantissa bits, to nearest, ties away from zero.",
@@ -85,7 +86,7 @@ CHOICES = (
         leans=False,
     ),
     KernelChoice(
-        names.FP32_EXACT,
+        FP32_EXACT,
         _ALL_GPUS,
         ("fp32",),
         "GEMMs of FP32 operands compute in FP32, without TF32.",
@@ -95,7 +96,7 @@ CHOICES = (
         leans=False,
     ),
     KernelChoice(
-        names.FP8_14_BIT,
+        FP8_14_BIT,
         ("ada", "hopper"),
         _PER_TENSOR_FP8,
         "Sums of FP8 products with one scale a tensor keep 14 bits: over all of K forward, over 128 products backward.",
@@ -107,7 +108,7 @@ CHOICES = (
         leans=True,
     ),
     KernelChoice(
-        names.FP8_BLOCK_14_BIT,
+        FP8_BLOCK_14_BIT,
         ("hopper",),
         ("fp8_block",),
         "Sums of FP8 products keep 14 bits within a block of 128; the blocks are scaled and added in FP32.",
@@ -117,7 +118,7 @@ CHOICES = (
         leans=True,
     ),
     KernelChoice(
-        names.SPLIT_K_IN_OUTPUT_TYPE,
+        SPLIT_K_IN_OUTPUT_TYPE,
         _ALL_GPUS,
         _SIXTEEN_BIT_RESULTS,
         "A GEMM with a 16-bit result splits K; each part's sum is rounded to the result's dtype and added in it.",
@@ -127,7 +128,7 @@ CHOICES = (
         leans=False,
     ),
     KernelChoice(
-        names.ATTENTION_16_BIT_SUMS,
+        ATTENTION_16_BIT_SUMS,
         _ALL_GPUS,
         _SIXTEEN_BIT_RESULTS,
         "The products of unfused attention split K, and add the parts' sums in FP16 or BF16.",
@@ -138,7 +139,7 @@ CHOICES = (
         leans=False,
     ),
     KernelChoice(
-        names.MX_25_BIT,
+        MX_25_BIT,
         ("blackwell",),
         ("mxfp8", "nvfp4"),
         "A sum of MXFP8 products keeps 25 fraction bits of its largest term, 32 products a step, one of NVFP4 35, 64 "
@@ -148,7 +149,7 @@ CHOICES = (
         leans=True,
     ),
     KernelChoice(
-        names.SUMS_25_BIT,
+        SUMS_25_BIT,
         ("hopper", "blackwell"),
         ("fp32", "fp16"),
         "A sum of TF32 products keeps 25 fraction bits of its largest term, 8 products a step, one of BF16 or FP16 so "
@@ -184,7 +185,7 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
 # Some of these errors lean: truncating TF32 operands shrinks every product, and a tensor core that keeps 14 bits of a
 # sum loses the low bits of terms of one sign. Errors that lean are granted only along the change that they make
 # (``parity.judge.judge``). The others are noise: partial sums that are rounded to 16 bits make errors larger
-# everywhere. This model shares no code with the CPU kernels' emulation in ``parity.cpu``.
+# everywhere. This model shares no code with the CPU kernels' emulation in ``te_on_cpu``.
 
 
 # The number of parts of K whose sums are rounded. Errors of 4 parts are 1.8 times those of one rounding, errors of 16

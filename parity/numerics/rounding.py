@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from parity.cpu.kernel_choices import ATTENTION_16_BIT_SUMS, SPLIT_K_IN_OUTPUT_TYPE
 from parity.numerics.aten import (
     ARITHMETIC,
     BIASED,
@@ -43,7 +42,13 @@ from parity.numerics.blocked_attention import Arithmetic, as_it_is
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, Kinks, jumps
 from parity.numerics.golden import in_blocks_and_one_by_one
-from parity.numerics.kernel_choices import as_read, in_stored_parts, lost_in_sums
+from parity.numerics.kernel_choices import (
+    ATTENTION_16_BIT_SUMS,
+    SPLIT_K_IN_OUTPUT_TYPE,
+    as_read,
+    in_stored_parts,
+    lost_in_sums,
+)
 from parity.numerics.plain import (
     CAST,
     PLAIN_KERNELS,
@@ -209,7 +214,7 @@ def _is_along_last(result: Tensor, softmax: Any, args: tuple[Any, ...]) -> bool:
 # The rounding model of a faithful port, which is plain PyTorch in FP32 with the roundings of a precision.
 #
 # The model runs the reference itself under a dispatch mode, so it knows nothing of TE and shares no arithmetic with the
-# kernels that it judges (``parity.cpu``), only the names of their options. It rounds:
+# kernels that it judges (``te_on_cpu``). It rounds:
 #
 # * both operands of every linear layer's GEMM, forward and backward, to the precision's formats: TF32 for FP32
 #   (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), or the formats to

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from parity.case.case import MakeOptimizer, Rng
 from parity.case.weight_map import WeightMap, names
-from parity.cpu.float8 import fp8_dtype, is_float8_tensor
-from parity.te import state
+from parity.te import emulation, state
 from parity.user_error import UserError
 
 Named = dict[str, Tensor]
@@ -114,7 +113,7 @@ class Optimized:
     def kept_in(self) -> dict[str, torch.dtype]:
         """Return the dtypes of the optimizer's elementwise state, by the state's name in the optimizer."""
         return {
-            key: fp8_dtype(value) if is_float8_tensor(value) else value.dtype
+            key: emulation.fp8_dtype(value) if emulation.is_float8_tensor(value) else value.dtype
             for parameter in self.stepped.values()
             for key, value in self.kept_of(parameter).items()
             if isinstance(value, Tensor) and value.dim() and value.dtype is not torch.int16  # bits of master weights

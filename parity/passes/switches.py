@@ -23,13 +23,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from parity.case.training import Model
-from parity.cpu import cuda as emulated_cuda
 from parity.shown import said
 from parity.trace.whose import is_of_te
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
-    from parity.te import Kernels
+    from parity.te import Kernels, emulation
 
 Capture = Callable[..., Callable[..., Tensor] | None]
 
@@ -40,7 +39,7 @@ class NotCaptured(Exception):
 
 def cuda_of(kernels: Kernels) -> Any:
     """Return ``torch.cuda``, or its emulation if the CPU kernels are used."""
-    return torch.cuda if kernels.device.type == "cuda" else emulated_cuda
+    return torch.cuda if kernels.device.type == "cuda" else emulation.cuda
 
 
 def captured(

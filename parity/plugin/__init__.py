@@ -189,14 +189,10 @@ def _check_surroundings(asked: Options) -> None:
     """Check files and environment variables once, so that not every worker reports the same mistake."""
     try:
         options.check_files(asked)
-        if any(variable.startswith("PARITY_EMULATED_") for variable in os.environ):
-            from parity.cpu import cuda
+        if any(name.startswith(("PARITY_EMULATED_", "PARITY_KERNEL_CHOICES")) for name in os.environ):
+            from parity.te import emulation
 
-            cuda.check_environment()
-        if "PARITY_KERNEL_CHOICES" in os.environ:
-            from parity.cpu import kernel_choices
-
-            kernel_choices.current()
+            emulation.check_environment()
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
 

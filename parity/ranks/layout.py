@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from parity.cpu import cuda
+from parity.te import emulation
 from parity.user_error import UserError
 
 # Stages of a pipeline: activations go forward from rank to rank, and their gradients back.
@@ -293,7 +293,7 @@ class Ranks:
     @staticmethod
     def stream() -> Any:
         """Return a CUDA stream, which TE's ``set_context_parallel_group`` wants, or what stands in for it on a CPU."""
-        return torch.cuda.Stream() if torch.cuda.is_available() else cuda.Stream()
+        return torch.cuda.Stream() if torch.cuda.is_available() else emulation.cuda.Stream()
 
 
 WHOLE = Ranks()

@@ -38,6 +38,7 @@ class Asked:
 
 
 _PACKAGE = Path(__file__).parents[1]
+_KERNELS = _PACKAGE.with_name("te_on_cpu")
 PARITY, LIMITS, VARIABLES = "parity's code", "the table of limits", "variables NVTE_* and PARITY_*"
 _MOST_FILES = 1_000
 # Variables that only say where a run takes place, or that correspond to options.
@@ -68,8 +69,9 @@ def asked(
 @functools.cache
 def code_of_parity() -> str:
     """Return a checksum of the files of parity that can change the result of a comparison."""
-    files = [*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json")]
-    return _checksum(file for file in sorted(files) if file.relative_to(_PACKAGE).parts[0] not in ("lab", "cli"))
+    files = sorted([*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json")])
+    used = [file for file in files if file.relative_to(_PACKAGE).parts[0] not in ("lab", "cli")]
+    return _checksum([*used, *sorted(_KERNELS.rglob("*.py"))])
 
 
 def _modules_below(folder: Path) -> Iterator[Path]:
@@ -77,7 +79,7 @@ def _modules_below(folder: Path) -> Iterator[Path]:
         name = getattr(module, "__file__", None)
         if isinstance(name, str) and name.startswith(f"{folder}{os.sep}") and "site-packages" not in name:
             file = Path(name)
-            if not file.is_relative_to(_PACKAGE):
+            if not file.is_relative_to(_PACKAGE) and not file.is_relative_to(_KERNELS):
                 yield file
 
 

@@ -183,12 +183,13 @@ def measure(
     import torch
 
     from parity.numerics.golden import golden_device
+    from parity.te import emulation
 
     gpu = backend == "gpu"
     return Environment(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
         backend=backend,
-        device=gpu_name() if gpu else f"CPU, as an {emulated_gpu_name()}",
+        device=gpu_name() if gpu else f"CPU, as an {emulation.gpu_name()}",
         cpu=cpu_model(),
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
@@ -234,18 +235,6 @@ def gpu_name() -> str:
 
     major, minor = torch.cuda.get_device_capability()
     return f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
-
-
-def emulated_gpu_name() -> str:
-    """Return the GPU that TE's Python finds on the CPU kernels, such as ``emulated Hopper (compute capability 9.0)``.
-
-    Kernel choices follow if there are any: ``... with the kernel choices fp8-14-bit, tf32-truncated``.
-    """
-    from parity.cpu import cuda, kernel_choices
-
-    gpu, choices = cuda.emulated_gpu(), sorted(kernel_choices.current())
-    name = f"{gpu.name} (compute capability {gpu.major}.{gpu.minor})"
-    return f"{name} with the kernel choices {', '.join(choices)}" if choices else name
 
 
 def cublas_version() -> str:

@@ -18,8 +18,6 @@ from typing import Any, Literal
 
 import torch
 
-from parity.cpu import versions
-from parity.cpu.loading import loader
 from parity.machine import devices as of_machine
 from parity.machine import process
 from parity.machine.process import lasting
@@ -35,6 +33,8 @@ from parity.numerics.formats import (
     tf32,
 )
 from parity.user_error import UserError
+from te_on_cpu import EmulationError
+from te_on_cpu.loading import loader
 
 Backend = Literal["gpu", "cpu"]
 _lock = threading.RLock()  # reentrant, since importing TE may ask for it again
@@ -49,7 +49,7 @@ class Kernels:
     """Say where TE's kernels run.
 
     Attributes:
-        backend: ``gpu`` for TE's compiled kernels, ``cpu`` for the emulation in ``parity.cpu``.
+        backend: ``gpu`` for TE's compiled kernels, ``cpu`` for the emulation in ``te_on_cpu``.
         device: the device that inputs and parameters live on.
         te: the module ``transformer_engine.pytorch``.
     """
@@ -117,24 +117,14 @@ def on_cpu() -> Iterator[None]:
     This outlasts the context: modules that were imported in it go on computing on the CPU.
 
     Raises:
-        BackendUnavailable: if this process has already imported TransformerEngine on its real kernels.
-        UnsupportedTEVersion: if TransformerEngine is not installed, or too old.
+        BackendUnavailable: if this process has already imported TransformerEngine on its real kernels, if it is not
+            installed or too old, or if a variable that describes the emulated GPU is not valid.
     """
-    if loader.is_loaded():
-        yield
-        return
-    if "transformer_engine" in sys.modules:
-        raise BackendUnavailable(
-            "this process has already imported transformer_engine itself; ask parity for it before that"
-        )
-    versions.installed_version()
-    finder = loader.CpuFinder(lambda: True)
-    sys.meta_path.insert(0, finder)
     try:
-        yield
-    finally:
-        if not loader.is_loaded():  # else TE's modules still import some of their own when they are first used
-            sys.meta_path.remove(finder)
+        with loader.on_cpu():
+            yield
+    except EmulationError as error:
+        raise BackendUnavailable(str(error)) from None
 
 
 def serve_imports() -> None:

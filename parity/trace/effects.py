@@ -319,7 +319,16 @@ def _environment() -> _Names:
 
 
 # Packages that compute, with their modules, classes and tables of functions.
-_COMPUTE = ("torch", "transformer_engine", "transformer_engine_torch", "parity", "numpy", "scipy", "einops")
+_COMPUTE = (
+    "torch",
+    "transformer_engine",
+    "transformer_engine_torch",
+    "te_on_cpu",
+    "parity",
+    "numpy",
+    "scipy",
+    "einops",
+)
 # Parts of PyTorch that compile, export, measure and sample, which no comparison in this process calls.
 _BESIDES = tuple(
     f"torch.{name}."

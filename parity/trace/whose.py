@@ -38,7 +38,7 @@ class Owner(Enum):
 PORTS = ("parity.cases", "parity.reference", "parity.lab.zoo.hosts", "parity.lab.right_ports")
 """Parity's own modules and packages with pairs like those of a user, so that their code counts as a user's."""
 
-_LIBRARIES = {owner.value: owner for owner in (Owner.TORCH, Owner.TE, Owner.PARITY)}
+_LIBRARIES = {owner.value: owner for owner in (Owner.TORCH, Owner.TE, Owner.PARITY)} | {"te_on_cpu": Owner.PARITY}
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(_PYTHON + folder for folder in ("site-packages", "dist-packages"))
 
@@ -62,8 +62,9 @@ def is_of_te(kind: type) -> bool:
 
 def _owner(spec: Any) -> Owner:
     name, origin = spec.name, spec.origin or ""
-    owner = _LIBRARIES.get(name.partition(".")[0])
-    if owner is not None and _lies_in(origin, sys.modules.get(owner.value)):
+    package = name.partition(".")[0]
+    owner = _LIBRARIES.get(package)
+    if owner is not None and _lies_in(origin, sys.modules.get(package)):
         return Owner.USER if owner is Owner.PARITY and _is_port(name) else owner
     is_pythons = origin in ("frozen", "built-in") or (origin.startswith(_PYTHON) and not origin.startswith(_INSTALLED))
     return Owner.PYTHON if is_pythons else Owner.USER

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import parity
 from parity import Training, te
 from parity.case.training import Model
-from parity.cpu import cuda
 from parity.lab.studies.rows.optimizers import caches_reset
 from parity.lab.studies.rows.switched import Passes, WholeStep, capturing, plain_sgd
 from parity.lab.studies.rows.trainings import GRAPHED, RIGHT, Declared, case_of, plain
 from parity.result import Result
+from te_on_cpu import cuda
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
 

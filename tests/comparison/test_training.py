@@ -18,7 +18,6 @@ from parity import Training
 from parity.case import registry, transfer
 from parity.case.case import Rng
 from parity.case.training import Model, load
-from parity.cpu import cuda
 from parity.lab.studies.rows.optimizers import RECIPES, with_caches
 from parity.lab.studies.rows.trainings import (
     OF_QUANTIZED,
@@ -33,6 +32,7 @@ from parity.lab.studies.rows.trainings import (
 )
 from parity.result import Result, from_json, to_json
 from parity.search.steps import Guess, diverging, gradients_explained, guesses_of_any_step
+from te_on_cpu import cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, about two layers
 

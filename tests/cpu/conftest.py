@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from emulated_gpu import emulated
 
-from parity.cpu import cuda
+from te_on_cpu import cuda
 
 
 @pytest.fixture(scope="module")

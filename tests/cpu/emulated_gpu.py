@@ -8,7 +8,7 @@ from types import ModuleType
 from unittest import mock
 
 from parity import te
-from parity.cpu import cuda
+from te_on_cpu import cuda
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import gemm
-from parity.cpu.enums import DType
-from parity.cpu.tensor_cores import TensorCore
+from te_on_cpu import gemm
+from te_on_cpu.enums import DType
+from te_on_cpu.tensor_cores import TensorCore
 
 TE_DTYPE = {
     torch.float32: DType.kFloat32,

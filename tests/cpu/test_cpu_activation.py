@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import activation
+from te_on_cpu import activation
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS32 = torch.finfo(torch.float32).eps

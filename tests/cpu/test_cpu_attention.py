@@ -12,8 +12,8 @@ from attention_oracle import visible
 from torch import Tensor
 
 from parity import te
-from parity.cpu import attention, attention_problem, cast, cuda, float8
-from parity.cpu.enums import (
+from te_on_cpu import attention, attention_problem, cast, cuda, float8
+from te_on_cpu.enums import (
     DType,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import activation, cast, mxfp8
-from parity.cpu.enums import DType
+from te_on_cpu import activation, cast, mxfp8
+from te_on_cpu.enums import DType
 
 TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

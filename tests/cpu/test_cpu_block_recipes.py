@@ -13,8 +13,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cuda
-from parity.cpu.enums import DType
+from te_on_cpu import cuda
+from te_on_cpu.enums import DType
 
 TE = te.kernels("cpu").te
 pytestmark = pytest.mark.usefixtures("blackwell")

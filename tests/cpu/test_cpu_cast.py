@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cast, float8, nvfp4, partial_cast
-from parity.cpu.enums import DType
+from te_on_cpu import cast, float8, nvfp4, partial_cast
+from te_on_cpu.enums import DType
 
 # Casts with one scale per tensor: FP8's bit fields (OCP 8-bit floating point, 2023), delayed and current scaling.
 

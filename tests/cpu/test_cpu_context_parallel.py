@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parity import te as parity_te
-from parity.cpu import cuda, versions
 from parity.ranks.launch import launch
+from te_on_cpu import cuda, versions
 
 NAMES = ("output", "query.grad", "key.grad", "value.grad")
 HEAD = 16

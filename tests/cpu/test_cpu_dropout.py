@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import dropout
+from te_on_cpu import dropout
 
 BF16, FP16 = torch.bfloat16, torch.float16
 probabilities = st.floats(0, 0.99)

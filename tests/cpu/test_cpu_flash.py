@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu import attention_problem, flash, flash_fp8, float8
-from parity.cpu.attention_problem import Attention, Band
-from parity.cpu.enums import NVTE_Mask_Type
-from parity.cpu.flash_fp8 import Cast, Operand
+from te_on_cpu import attention_problem, flash, flash_fp8, float8
+from te_on_cpu.attention_problem import Attention, Band
+from te_on_cpu.enums import NVTE_Mask_Type
+from te_on_cpu.flash_fp8 import Cast, Operand
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EVERYTHING = Band(None, None, False)

@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cuda, float8, versions
+from te_on_cpu import cuda, float8, versions
 
 TE = te.kernels("cpu").te
 BF16 = torch.bfloat16

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.cpu.loading import stand_ins
-from parity.cpu.loading.stand_ins import fuse
+from te_on_cpu.loading import stand_ins
+from te_on_cpu.loading.stand_ins import fuse
 
 HALF = [torch.float16, torch.bfloat16]
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from parity import te
-from parity.cpu import cast, float8, gemm, tensor_cores
-from parity.cpu.enums import DType
-from parity.cpu.tensor_cores import ADA, HOPPER, Factor, TensorCore
+from te_on_cpu import cast, float8, gemm, tensor_cores
+from te_on_cpu.enums import DType
+from te_on_cpu.tensor_cores import ADA, HOPPER, Factor, TensorCore
 
 # ``generic_gemm`` against FP64, with bounds from the error analysis of sums (Higham, 2002, section 3.1).
 

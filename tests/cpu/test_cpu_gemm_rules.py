@@ -10,8 +10,8 @@ from emulated_gpu import emulated
 from gemm_oracle import product, run
 
 from parity import te
-from parity.cpu import cast, cuda
-from parity.cpu.enums import DType
+from te_on_cpu import cast, cuda
+from te_on_cpu.enums import DType
 
 TE = te.kernels("cpu").te
 BF16 = torch.bfloat16

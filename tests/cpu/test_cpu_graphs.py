@@ -14,9 +14,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from parity import te
-from parity.cpu import cuda
-from parity.cpu.graphs import CaptureError, CUDAGraph, graph, is_current_stream_capturing
 from parity.te.state import fresh_caches, fresh_quantization
+from te_on_cpu import cuda
+from te_on_cpu.graphs import CaptureError, CUDAGraph, graph, is_current_stream_capturing
 
 TE = te.kernels("cpu").te
 BF16 = torch.bfloat16

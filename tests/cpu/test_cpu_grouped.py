@@ -15,9 +15,9 @@ from packaging.version import Version
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cast, cuda, gemm, router
-from parity.cpu.enums import DType
-from parity.cpu.graphs import CUDAGraph, graph, recorded
+from te_on_cpu import cast, cuda, gemm, router
+from te_on_cpu.enums import DType
+from te_on_cpu.graphs import CUDAGraph, graph, recorded
 
 TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

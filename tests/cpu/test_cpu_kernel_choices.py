@@ -20,12 +20,12 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from parity import te
-from parity.cpu import cuda, extension, gemm, kernel_choices, tensor_cores
-from parity.cpu.enums import DType
-from parity.cpu.kernel_choices import NAMES, VARIABLE, BadChoice, current
-from parity.cpu.kernel_choices import kernel_choices as choosing
-from parity.cpu.loading import stand_ins
-from parity.cpu.tensor_cores import BlockFactor
+from te_on_cpu import cuda, extension, gemm, kernel_choices, tensor_cores
+from te_on_cpu.enums import DType
+from te_on_cpu.kernel_choices import NAMES, VARIABLE, BadChoice, current
+from te_on_cpu.kernel_choices import kernel_choices as choosing
+from te_on_cpu.loading import stand_ins
+from te_on_cpu.tensor_cores import BlockFactor
 
 TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -82,7 +82,7 @@ def test_the_environment_sets_them_in_every_thread_and_a_context_goes_before_it(
 
 
 def test_a_child_process_has_those_of_the_environment() -> None:
-    program = "from parity.cpu.kernel_choices import current; print(*sorted(current()))"
+    program = "from te_on_cpu.kernel_choices import current; print(*sorted(current()))"
     environment = {**os.environ, VARIABLE: "split-k-in-output-type,fp32-exact"}
     ran = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=200

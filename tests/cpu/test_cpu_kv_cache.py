@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from parity import te
-from parity.cpu.attention import convert_bshd_to_thd, convert_thd_to_bshd, copy_to_kv_cache
-from parity.cpu.enums import NVTE_QKV_Format
 from parity.te import kernels
+from te_on_cpu.attention import convert_bshd_to_thd, convert_thd_to_bshd, copy_to_kv_cache
+from te_on_cpu.enums import NVTE_QKV_Format
 
 TE = te.kernels("cpu").te
 from transformer_engine.common import recipe  # noqa: E402

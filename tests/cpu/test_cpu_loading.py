@@ -21,12 +21,12 @@ from emulated_gpu import emulated
 from packaging.version import Version
 
 from parity import te
-from parity.cpu import cuda, extension, versions
-from parity.cpu.enums import DType
-from parity.cpu.loading.loader import _StandIns, cached
-from parity.cpu.loading.stand_ins import fuse
-from parity.cpu.loading.words import cuda_means_cpu, normalize_devices
-from parity.cpu.versions import UnsupportedTEVersion
+from te_on_cpu import cuda, extension, versions
+from te_on_cpu.enums import DType
+from te_on_cpu.loading.loader import _StandIns, cached
+from te_on_cpu.loading.stand_ins import fuse
+from te_on_cpu.loading.words import cuda_means_cpu, normalize_devices
+from te_on_cpu.versions import UnsupportedTEVersion
 
 # How TE's Python and users' scripts are rewritten for the CPU, and for which versions of TE.
 
@@ -46,14 +46,14 @@ def rewritten(source):
         ("x.is_cuda", "x.is_cpu"),
         ("x.cuda()", "x.cpu()"),
         ("torch.ones(2, pin_memory=x)", "__parity_cuda__.pinned(torch.ones(2), x)"),
-        ("from torch.cuda import _lazy_call", "from parity.cpu.cuda import _lazy_call"),
-        ("from torch.cuda.random import seed", "from parity.cpu.cuda import seed"),
-        ("import torch.cuda as c", "import parity.cpu.cuda as c"),
-        ("from torch import cuda, nn", "from torch import nn\nfrom parity.cpu import cuda"),
+        ("from torch.cuda import _lazy_call", "from te_on_cpu.cuda import _lazy_call"),
+        ("from torch.cuda.random import seed", "from te_on_cpu.cuda import seed"),
+        ("import torch.cuda as c", "import te_on_cpu.cuda as c"),
+        ("from torch import cuda, nn", "from torch import nn\nfrom te_on_cpu import cuda"),
         ("torch.distributed.barrier()", "__parity_distributed__.barrier()"),
-        ("import torch.distributed as dist", "import parity.cpu.distributed as dist"),
-        ("from torch import distributed as dist", "from parity.cpu import distributed as dist"),
-        ("from torch.distributed import isend", "from parity.cpu.distributed import isend"),
+        ("import torch.distributed as dist", "import te_on_cpu.distributed as dist"),
+        ("from torch import distributed as dist", "from te_on_cpu import distributed as dist"),
+        ("from torch.distributed import isend", "from te_on_cpu.distributed import isend"),
     ],
 )
 def test_cuda_is_read_as_the_cpu(written, read):
@@ -219,9 +219,9 @@ def test_a_folder_that_cannot_be_made_is_no_error(tmp_path, monkeypatch):
         ("torch.compile(f)", "__parity_compile__(f)"),
         ("torch.baddbmm(s, q, k, beta=0.0)", "__parity_baddbmm__(s, q, k, beta=0.0)"),
         ("torch.bmm(p, v)", "__parity_bmm__(p, v)"),
-        ("import triton.language as tl", "import parity.cpu.loading.triton as tl"),
-        ("from triton import jit", "from parity.cpu.loading.triton import jit"),
-        ("from importlib.metadata import version as v", "from parity.cpu.loading.stand_ins import version as v"),
+        ("import triton.language as tl", "import te_on_cpu.loading.triton as tl"),
+        ("from triton import jit", "from te_on_cpu.loading.triton import jit"),
+        ("from importlib.metadata import version as v", "from te_on_cpu.loading.stand_ins import version as v"),
     ],
 )
 def test_what_only_a_gpu_can_use_has_stand_ins(written, read):
@@ -378,9 +378,13 @@ BLOCK = """
 """
 
 
-def execute(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+OF_PARITY = ("parity", "exec")
+BOTH = pytest.mark.parametrize("command", [OF_PARITY, ("te_on_cpu",)], ids=" ".join)
+
+
+def execute(folder: Path, *arguments: str, command: tuple[str, ...] = OF_PARITY) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return forked.run("-m", "parity", "exec", *arguments, folder=folder, environment=environment)
+    return forked.run("-m", *command, *arguments, folder=folder, environment=environment)
 
 
 @pytest.fixture
@@ -393,11 +397,14 @@ def write(tmp_path: Path):
     return to_file
 
 
-def test_a_training_script_for_a_gpu_trains_and_ends_with_its_own_exit_code(write, tmp_path: Path) -> None:
+@BOTH
+def test_a_training_script_for_a_gpu_trains_and_ends_with_its_own_exit_code(
+    write, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     write("scripts/train.py", TRAIN)
     (tmp_path / "scripts/blocks").mkdir()
     write("scripts/blocks/mlp.py", BLOCK)
-    ran = execute(tmp_path, "scripts/train.py", "--steps", "5")
+    ran = execute(tmp_path, "scripts/train.py", "--steps", "5", command=command)
     assert ran.returncode == 7, ran.stderr
     losses = [float(word) for word in ran.stdout.split()[1:]]
     assert len(losses) == 5
@@ -413,9 +420,12 @@ def test_an_installed_package_that_means_a_gpu_computes_on_the_cpu(write, tmp_pa
         assert (ran.stdout, ran.returncode) == ("cpu\n", 0), ran.stderr
 
 
-def test_arguments_that_look_like_parity_s_own_are_the_script_s(write, tmp_path: Path) -> None:
+@BOTH
+def test_arguments_that_look_like_parity_s_own_are_the_script_s(
+    write, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     write("show.py", "import sys; print(sys.argv)")
-    ran = execute(tmp_path, "show.py", "--help", "-x", "1")
+    ran = execute(tmp_path, "show.py", "--help", "-x", "1", command=command)
     assert ran.stdout.strip() == "['show.py', '--help', '-x', '1']"
 
 
@@ -424,9 +434,12 @@ def frames(traceback: str) -> list[str]:
     return [f"{Path(file).name}:{line}" for file, line in re.findall(r'File "(.*)", line (\d+)', traceback)]
 
 
-def test_an_exception_in_the_script_shows_its_own_line_and_no_other(write, tmp_path: Path) -> None:
+@BOTH
+def test_an_exception_in_the_script_shows_its_own_line_and_no_other(
+    write, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     write("fails.py", "x = 1\n\nraise ValueError('mine')")
-    ran = execute(tmp_path, "fails.py")
+    ran = execute(tmp_path, "fails.py", command=command)
     assert ran.returncode == 1
     assert frames(ran.stderr) == ["fails.py:3"]
     assert ran.stderr.strip().endswith("ValueError: mine")
@@ -452,10 +465,33 @@ def test_a_hook_that_the_script_sets_for_exceptions_is_called(write, tmp_path: P
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "seen mine\n", "")
 
 
-def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
-    ran = execute(tmp_path, "nothing.py")
+@BOTH
+def test_a_script_that_is_not_there_is_named(tmp_path: Path, command: tuple[str, ...]) -> None:
+    ran = execute(tmp_path, "nothing.py", command=command)
     assert ran.returncode == 2
-    assert ran.stderr == "parity: there is no script nothing.py\n"
+    assert ran.stderr == f"{command[0]}: there is no script nothing.py\n"
+
+
+@BOTH
+def test_a_gpu_that_cannot_be_emulated_is_named_without_a_traceback(write, tmp_path: Path, command) -> None:
+    write("port.py", "import transformer_engine.pytorch")
+    environment = {**os.environ, "PARITY_EMULATED_GPU": "volta"}  # read once by a process, so this one must be new
+    asked = [sys.executable, "-m", *command, "port.py"]
+    ran = subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(f"{command[0]}: PARITY_EMULATED_GPU='volta' is not a GPU that can be emulated")
+
+
+def test_a_module_runs_as_python_s_own_option_runs_it(write, tmp_path: Path) -> None:
+    write("port.py", "import sys, torch; print(torch.ones(2, device='cuda').device, sys.argv[1:])")
+    for command in (OF_PARITY, ("te_on_cpu",)):
+        assert execute(tmp_path, "-m", "port", "-m", command=command).stdout == "cpu ['-m']\n"
+
+
+def test_without_a_script_the_usage_is_told(tmp_path: Path) -> None:
+    ran = execute(tmp_path, command=("te_on_cpu",))
+    assert ran.returncode == 2
+    assert ran.stdout.startswith("usage: python -m te_on_cpu [-m] SCRIPT")
 
 
 # The GPU that TE believes it runs on, and what TE says is available there.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from parity import te
-from parity.cpu import graphs, kernel_choices, mhc, tensor_cores, versions
+from te_on_cpu import graphs, kernel_choices, mhc, tensor_cores, versions
 
 if versions.installed_version() < Version("2.15"):
     pytest.skip("TransformerEngine has manifold hyper-connections since 2.15", allow_module_level=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from parity import te
-from parity.cpu import router as kernels
-from parity.cpu import versions
-from parity.cpu.router import largest
+from te_on_cpu import router as kernels
+from te_on_cpu import versions
+from te_on_cpu.router import largest
 
 TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -254,7 +254,7 @@ def fp64_scores(logits: Tensor, score_function: str) -> Tensor:
 def fp64_probs(
     logits: Tensor, topk: int, pre_softmax: bool, scale: float, score_function: str, bias: Tensor | None
 ) -> Tensor:
-    """Return the probabilities defined by the table in ``parity/cpu/router.py``."""
+    """Return the probabilities defined by the table in ``te_on_cpu/router.py``."""
     scores = logits if score_function == "softmax" and not pre_softmax else fp64_scores(logits, score_function)
     chosen = (scores if bias is None else scores + bias.double()).topk(topk, 1).indices
     values = scores.gather(1, chosen)

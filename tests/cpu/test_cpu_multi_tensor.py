@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu.multi_tensor import (
+from te_on_cpu.multi_tensor import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_compute_scale_and_scale_inv,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu.graphs import recorded
-from parity.cpu.normalization import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add, rmsnorm_fwd
+from te_on_cpu.graphs import recorded
+from te_on_cpu.normalization import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add, rmsnorm_fwd
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS32 = torch.finfo(torch.float32).eps

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cuda, nvfp4
+from te_on_cpu import cuda, nvfp4
 
 TE = te.kernels("cpu").te
 pytestmark = pytest.mark.usefixtures("blackwell")

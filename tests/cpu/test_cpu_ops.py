@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, normalize, relu, rms_norm, silu
 
 from parity import te
-from parity.cpu import cuda
 from parity.numerics import formats
+from te_on_cpu import cuda
 
 TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

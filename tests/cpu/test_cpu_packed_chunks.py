@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.cpu import context_parallel
+from te_on_cpu import context_parallel
 
 STARTS = [0, 8, 8, 24, 28]  # one sequence is empty
 CU_SEQLENS = torch.tensor(STARTS, dtype=torch.int32)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import rope
-from parity.cpu.enums import NVTE_QKV_Format
+from te_on_cpu import rope
+from te_on_cpu.enums import NVTE_QKV_Format
 
 SBHD, BSHD, THD = (NVTE_QKV_Format[f"NVTE_{name}"] for name in ("SBHD", "BSHD", "THD"))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -12,8 +12,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cast, recipe
-from parity.cpu.enums import DType
+from te_on_cpu import cast, recipe
+from te_on_cpu.enums import DType
 
 ROWS, COLUMNS = 192, 320
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
 from parity import te
-from parity.cpu import versions
-from parity.cpu.enums import DType
-from parity.cpu.recipe import fused_amax_and_scale_update_after_reduction
+from te_on_cpu import versions
+from te_on_cpu.enums import DType
+from te_on_cpu.recipe import fused_amax_and_scale_update_after_reduction
 
 TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

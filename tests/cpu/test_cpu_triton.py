@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from parity import te
-from parity.cpu import triton, versions
-from parity.cpu.loading import triton as stand_in
+from te_on_cpu import triton, versions
+from te_on_cpu.loading import triton as stand_in
 
 WITHOUT_TRITON = """
 import sys

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import parity
 from parity import te
-from parity.cpu import cuda
-from parity.cpu.cuda import emulated
+from te_on_cpu import cuda
+from te_on_cpu.cuda import emulated
 
 HIDDEN = 64
 

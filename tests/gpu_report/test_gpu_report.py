@@ -17,14 +17,6 @@ from hypothesis import strategies as st
 
 from parity import te
 from parity.cli import app
-from parity.cpu.kernel_choices import (
-    FP8_14_BIT,
-    FP32_EXACT,
-    SPLIT_K_IN_OUTPUT_TYPE,
-    TF32_TIES_AWAY,
-    TF32_TRUNCATED,
-    kernel_choices,
-)
 from parity.judge import limits as table
 from parity.lab.gpu_report import command, facts, limits
 from parity.lab.gpu_report.command import Outcome, Step, doctor, run_limited, steps
@@ -33,6 +25,14 @@ from parity.machine.files import claimed
 from parity.report import environment, record
 from parity.result import Check, Result
 from parity.user_error import UserError
+from te_on_cpu.kernel_choices import (
+    FP8_14_BIT,
+    FP32_EXACT,
+    SPLIT_K_IN_OUTPUT_TYPE,
+    TF32_TIES_AWAY,
+    TF32_TRUNCATED,
+    kernel_choices,
+)
 
 # ``parity gpu-report``: a step that fails or hangs stops no other, and the index says how each of them ended.
 

@@ -19,8 +19,6 @@ import parity
 from parity import te
 from parity.api import compare
 from parity.case.case import Case, Rng
-from parity.cpu import cuda
-from parity.cpu.cuda import emulated
 from parity.judge.candidate import TeModules
 from parity.passes.one_pass import outputs_of
 from parity.report import markdown
@@ -28,6 +26,8 @@ from parity.report.markdown import digest
 from parity.report.record import Record
 from parity.result import Determinism, Result, from_json, to_json
 from parity.trace.digests import Trace, first_difference
+from te_on_cpu import cuda
+from te_on_cpu.cuda import emulated
 
 # TransformerEngine's modules that hold weights must run, even if the candidate's numbers are right without them.
 

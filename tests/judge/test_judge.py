@@ -14,12 +14,12 @@ from bad_input import TOKENS, linear, mlp, result_of, te
 from torch import Tensor, nn
 
 import parity
-from parity.cpu.kernel_choices import kernel_choices
 from parity.judge.statistics import statistics
 from parity.judge.steps import Replay, deviations
 from parity.lab.studies.rows.optimizers import Lion
 from parity.numerics.errors import Summed
 from parity.passes.steps import Update
+from te_on_cpu.kernel_choices import kernel_choices
 
 # Python numbers beside a module's tensors are judged, or reported as different.
 

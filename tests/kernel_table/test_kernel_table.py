@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from parity import te
-from parity.cpu import cuda, extension, mhc, versions
 from parity.lab.kernel_table import table
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
 from parity.lab.kernel_table.table import (
@@ -47,6 +46,7 @@ from parity.lab.kernel_table.table import (
 from parity.machine.files import claimed
 from parity.report import environment
 from parity.user_error import UserError
+from te_on_cpu import cuda, extension, mhc, versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 from emulated_gpu import emulated

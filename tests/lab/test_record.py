@@ -149,7 +149,7 @@ def test_a_study_depends_on_what_computes_and_not_on_what_draws(study: str) -> N
 
 
 def test_te_s_kernels_are_among_what_te_s_results_depend_on() -> None:
-    assert "parity.cpu.gemm" in record.code_of("parity.lab.studies.expected_error")
+    assert "te_on_cpu.gemm" in record.code_of("parity.lab.studies.expected_error")
 
 
 def test_a_change_of_statements_counts_and_one_of_comments_docstrings_and_layout_does_not() -> None:

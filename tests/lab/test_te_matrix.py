@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from parity.cpu import versions
+from te_on_cpu import versions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import te_matrix

@@ -19,12 +19,12 @@ import torch
 
 from parity import te
 from parity.cli import machine
-from parity.cpu.versions import NEWEST, OLDEST
 from parity.machine import devices
 from parity.machine.process import forks_ended, lasting, withheld
 from parity.plugin.options import check_file, check_folder
 from parity.te import PRECISIONS
 from parity.user_error import UserError
+from te_on_cpu.versions import NEWEST, OLDEST
 
 # How much memory a machine can give, according to Linux and the limits of the container around the process.
 

@@ -17,9 +17,6 @@ from parity.case.case import Case
 from parity.case.validate import check_case
 from parity.cases import attention, layer, linear, mlp
 from parity.comparison import judge_at
-from parity.cpu import cuda, tensor_cores
-from parity.cpu import kernel_choices as names
-from parity.cpu.kernel_choices import NAMES, VARIABLE, kernel_choices
 from parity.judge.limits import packaged
 from parity.lab.zoo.hosts import HOSTS
 from parity.numerics import kernel_choices as choices_of_gpus
@@ -30,6 +27,9 @@ from parity.numerics.rounding import rounded
 from parity.passes.all_passes import jittered
 from parity.report import environment
 from parity.te import PRECISIONS
+from te_on_cpu import cuda, tensor_cores
+from te_on_cpu import kernel_choices as names
+from te_on_cpu.kernel_choices import NAMES, VARIABLE, kernel_choices
 
 # Values beside kinks: where they are moved, and what that changes.
 

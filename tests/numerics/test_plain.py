@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parity
-from parity.cpu import tensor_cores
 from parity.lab.zoo.hosts.linear import ComposedMLP
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import UNFUSED
 from parity.numerics.plain import ADDED_BIAS, ADDED_TO_SUM, CAST, as_in, plain_calls
 from parity.numerics.rounding import rounded
+from te_on_cpu import tensor_cores
 
 # The calls that a port makes itself between TE's modules are known, and their rounding is expected of the port.
 

@@ -16,8 +16,6 @@ from fakes import ENVIRONMENT, GATE_UP_SWAPPED, result, tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.cpu import cuda
-from parity.cpu.cuda import emulated
 from parity.judge import limits
 from parity.judge.band import Band, Left
 from parity.judge.limits import Difference, OfPrecision
@@ -31,6 +29,8 @@ from parity.report.environment import Environment
 from parity.report.markdown import MOST_RESULTS, Curve, Digest, digest, left, over_seeds, repair, write
 from parity.report.record import Item, Record, Uncollected, draw_matrix
 from parity.result import Check, Code, Finding, Result, Step
+from te_on_cpu import cuda
+from te_on_cpu.cuda import emulated
 
 # The markdown of a run's record, and of the changes since another record.
 

@@ -9,7 +9,6 @@ import torch
 
 from parity.case.map_check import check_map
 from parity.comparison import compare_at
-from parity.cpu import cuda
 from parity.judge.limits import packaged
 from parity.lab.studies.settings import gpu_with, why_nowhere
 from parity.lab.studies.te_modules import MODULES, Shape, placed
@@ -24,6 +23,7 @@ from parity.lab.studies.training import (
     load_candidate,
 )
 from parity.te import PRECISIONS, Kernels, why_unavailable
+from te_on_cpu import cuda
 
 # TE's modules as studies measure them: at any size, several in sequence, on a GPU that has the precision.
 

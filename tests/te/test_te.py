@@ -133,7 +133,7 @@ with warnings.catch_warnings(record=True) as told:
     # TE 2.14 uses it, of which torch itself warns.
     warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
     from parity import te
-    from parity.cpu import extension
+    from te_on_cpu import extension
     sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
     to_one_that_was_there = said()
     del sys.modules["transformer_engine"]

@@ -15,14 +15,14 @@ from torch import nn
 from transformer_engine.common.recipe import Format
 
 import parity
-from parity.cpu import cuda
-from parity.cpu.cuda import emulated
 from parity.report import html, markdown
 from parity.report.markdown import digest
 from parity.report.record import Record
 from parity.te import PRECISIONS
 from parity.te.state import fresh_quantization
 from parity.user_error import UserError
+from te_on_cpu import cuda
+from te_on_cpu.cuda import emulated
 
 te = parity.te.kernels("cpu").te
 RECIPES = [precision.new_recipe() for precision in PRECISIONS.values() if precision.recipe is not None]

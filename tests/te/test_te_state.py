@@ -23,7 +23,6 @@ from parity.api import compare
 from parity.case.case import Case, Pair
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
-from parity.cpu import cuda
 from parity.judge.limits import packaged
 from parity.reference import CoreAttention
 from parity.result import Result
@@ -32,6 +31,7 @@ from parity.te import PRECISIONS, state, why_refused, why_unavailable
 from parity.te.attention_backend import NotOffered, attention_backends, has_attention
 from parity.te.devices import classify, cuda_works
 from parity.user_error import UserError
+from te_on_cpu import cuda
 
 # TE's state from earlier modules does not affect comparisons, and comparisons leave none behind.
 

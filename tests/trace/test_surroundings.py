@@ -201,7 +201,7 @@ def test_finders_that_a_library_adds_while_it_is_imported_stay(monkeypatch: pyte
     assert disturbed.changed == ["sys.meta_path"]
 
 
-@pytest.mark.parametrize("package", ["torch.nn", "torch.autograd", "transformer_engine", "parity.cpu", "numpy.linalg"])
+@pytest.mark.parametrize("package", ["torch.nn", "torch.autograd", "transformer_engine", "te_on_cpu", "numpy.linalg"])
 def test_a_function_of_any_module_and_method_of_any_class_is_put_back(package: str) -> None:
     places = [one for one in _tables()[0][0].read.__self__._all if f"{one.name}.".startswith(f"{package}.")]
     functions = [

@@ -16,7 +16,6 @@ from parity import te
 from parity.case.case import Case
 from parity.case.validate import check_case
 from parity.comparison import explain_at, judge_at
-from parity.cpu import tensor_cores
 from parity.judge.limits import packaged
 from parity.lab.zoo import rivals, trial
 from parity.lab.zoo.bugs import BUGS, chosen, subject
@@ -27,6 +26,7 @@ from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Trial, Verdict, filter_rati
 from parity.passes.prepare import Prepared, prepare
 from parity.te import PRECISIONS, Precision
 from parity.user_error import UserError
+from te_on_cpu import tensor_cores
 
 # Each planted bug is a real mistake, in a port that is correct without it.
 

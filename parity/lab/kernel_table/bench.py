@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import float8, formats
 from parity.te import Kernels
+from te_on_cpu import float8, formats
 
 # A call: one kernel on one set of inputs.
 

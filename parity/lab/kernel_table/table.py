@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from parity import reading, te
-from parity.cpu import cuda
 from parity.lab.kernel_table import calls_of_attention, calls_of_gemms, calls_of_layers
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
 from parity.machine import files
@@ -43,6 +42,7 @@ from parity.shown import one_line
 from parity.te import Backend
 from parity.te.devices import cuda_works
 from parity.user_error import UserError
+from te_on_cpu import cuda
 
 # CPU kernels that no call in the table uses, each with the reason.
 

@@ -131,7 +131,7 @@ class _Host:
 
 
 def _pytest(order: Mapping[str, Any]) -> None:
-    from parity.cpu.loading import script
+    from te_on_cpu.loading import script
 
     os.chdir(order["folder"])
     os.environ.update(order["variables"])
@@ -147,8 +147,8 @@ def _program(order: Mapping[str, Any]) -> None:
 
 def run_program(first: str, *rest: str) -> None:
     """Run ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS`` in this process, with the CPU in place of CUDA."""
-    from parity.cpu.loading import script
     from parity.lab.nvidia_tests import plugin
+    from te_on_cpu.loading import script
 
     plugin.compute_as_on_a_gpu()
     try:

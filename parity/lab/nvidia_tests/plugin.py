@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parity.cpu import cuda, gemm, tensor_cores
-from parity.cpu.enums import TORCH_DTYPE
+from te_on_cpu import cuda, gemm, tensor_cores
+from te_on_cpu.enums import TORCH_DTYPE
 
 _LONGEST = 400
 RANKS = 2

@@ -24,7 +24,6 @@ from parity.case import transfer
 from parity.case.case import Rng
 from parity.case.validate import CheckedSize
 from parity.cases import mlp
-from parity.cpu import tensor_cores
 from parity.lab import record
 from parity.lab.record import Campaign
 from parity.lab.studies.settings import check_names, gpu_with, why_nowhere
@@ -34,6 +33,7 @@ from parity.passes.all_passes import Tensors, model_tensors, run_candidate, tens
 from parity.passes.prepare import build, prepare, rounded_inputs, share_rounded_weights
 from parity.te import PRECISIONS, Kernels
 from parity.user_error import UserError
+from te_on_cpu import tensor_cores
 
 # Issue 407 repeated with many seeds: from which distribution are the reporter's two figures, each a single draw?
 #

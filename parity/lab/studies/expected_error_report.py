@@ -370,7 +370,7 @@ value that another rounds to the same format when it reads it: together they rou
 
 _SHORT_SUMS = """\
 The tables above add in FP32. A Hopper adds per-tensor FP8 products in sums of 14 bits (study `fp8_accumulation`).
-With TE's kernels adding so (`parity.cpu.tensor_cores`), the same modules lose the following; what short sums
+With TE's kernels adding so (`te_on_cpu.tensor_cores`), the same modules lose the following; what short sums
 add grows with the length of the sums, here up to {longest}."""
 
 _ISSUE = """\

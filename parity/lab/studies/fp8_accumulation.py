@@ -1,6 +1,6 @@
 """Measure what the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.
 
-Two matrices are cast to E4M3 under current scaling and multiplied with the sums of ``parity.cpu.tensor_cores``: without
+Two matrices are cast to E4M3 under current scaling and multiplied with the sums of ``te_on_cpu.tensor_cores``: without
 ``use_split_accumulator`` (as TE does forward), with it (as TE does backward), and in plain FP32. Golden is the FP64
 product of the same FP8 numbers, so only the error of the sum is measured. The error of the cast to FP8 is reported too.
 """
@@ -21,8 +21,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from parity.case.case import Rng
-from parity.cpu import float8, tensor_cores
-from parity.cpu.tensor_cores import HOPPER, Factor
 from parity.lab import record
 from parity.lab.record import Campaign
 from parity.lab.studies import reporting
@@ -40,6 +38,8 @@ from parity.lab.studies.settings import Draw, check_names, normal, outliers
 from parity.numerics.errors import measure
 from parity.report.numbers import ratio, short
 from parity.user_error import UserError
+from te_on_cpu import float8, tensor_cores
+from te_on_cpu.tensor_cores import HOPPER, Factor
 
 RECORD = "fp8_accumulation.jsonl"
 E4M3 = torch.float8_e4m3fn
@@ -310,7 +310,7 @@ _INTRODUCTION = """\
 A Hopper's tensor core adds 32 FP8 products at a time to a sum of which it keeps 14 bits, and cuts off the rest.
 Without `use_split_accumulator`, which TE asks for in the forward pass of its per-tensor recipes, one such sum runs
 over all of K; with it, as TE asks backward, it is added to a sum in FP32 every {split} products. This study adds both
-ways with the CPU kernels' model of that unit (`parity/cpu/tensor_cores.py`, with its sources; no GPU was used)
+ways with the CPU kernels' model of that unit (`te_on_cpu/tensor_cores.py`, with its sources; no GPU was used)
 and compares with the FP64 product of the same FP8 numbers. `normal` is N(0, 1), `positive` is uniform on [0, 1),
 `outliers` is N(0, 1) plus N(0, 100) in one element of a thousand. {sums} sums a seed, seeds 0 to {last_seed}."""
 

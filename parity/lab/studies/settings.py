@@ -13,13 +13,13 @@ from torch import Tensor
 
 from parity import te
 from parity.case.case import Rng
-from parity.cpu import cuda
-from parity.cpu.cuda import emulated
 from parity.lab.record import FourDigits
 from parity.report.environment import cpu_model, gpu_name
 from parity.result import Result
 from parity.te import PRECISIONS, Backend, BackendUnavailable, Kernels, Precision, why_unavailable
 from parity.user_error import UserError
+from te_on_cpu import cuda
+from te_on_cpu.cuda import emulated
 
 # Checks of the names in a study's settings.
 

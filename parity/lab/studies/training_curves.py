@@ -28,7 +28,6 @@ from scipy import stats
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cuda
 from parity.lab import record
 from parity.lab.record import Campaign
 from parity.lab.studies import reporting, training
@@ -55,6 +54,7 @@ from parity.report.numbers import markdown_table, short
 from parity.report.record import FAILED, PASSED
 from parity.te import PRECISIONS, Kernels, why_unavailable
 from parity.user_error import UserError
+from te_on_cpu import cuda
 
 # Realisations of a rounding model: errors of the same size as the model's, but with different signs and values.
 #

@@ -19,8 +19,9 @@ from parity.lab.record import write_sections
 from parity.lab.zoo.bugs import BUGS, subject
 from parity.lab.zoo.rivals import RULES
 from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Plan, Trial, Verdict, filter_ratio
-from parity.report.environment import KERNELS, cpu_model, emulated_gpu_name, gpu_name
+from parity.report.environment import KERNELS, cpu_model, gpu_name
 from parity.report.numbers import markdown_table, plural, short
+from parity.te import emulation
 
 # Counts over trials: how many bugs each rule detects, and how many right ports it rejects.
 
@@ -256,7 +257,7 @@ def _sections(verdicts: Verdicts, plan: Plan, left_out: Mapping[str, str], pictu
 
 def _setting(verdicts: Verdicts, plan: Plan) -> str:
     backend = next((verdict.backend for verdict in verdicts.values() if verdict.status != "error"), "cpu")
-    device = gpu_name() if backend == "gpu" else f"an {emulated_gpu_name()}, on {cpu_model()}"
+    device = gpu_name() if backend == "gpu" else f"an {emulation.gpu_name()}, on {cpu_model()}"
     sizes = ", ".join(f"{size} size with {plural(count, 'seed')}" for size, count in plan.seeds.items())
     return (
         f"{plural(len(plan.bugs), 'bug')} in {plural(len(plan.hosts), 'right port')}, at {sizes}: "

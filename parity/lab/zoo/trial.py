@@ -19,8 +19,6 @@ from parity import te
 from parity.case.case import Case
 from parity.case.validate import CheckedSize, check_case
 from parity.comparison import compare_at, judge_at
-from parity.cpu import tensor_cores
-from parity.cpu.kernel_choices import ATTENTION_16_BIT_SUMS, kernel_choices
 from parity.judge.limits import Table, packaged
 from parity.lab.record import Campaign, write_sections
 from parity.lab.zoo import rivals
@@ -31,12 +29,14 @@ from parity.lab.zoo.rivals import Tensors
 from parity.machine.process import processes
 from parity.numerics.kernel_choices import CHOICES, KernelChoice
 from parity.passes.prepare import Prepared, cast, forget, prepare
-from parity.report.environment import cpu_model, emulated_gpu_name
+from parity.report.environment import cpu_model
 from parity.report.numbers import markdown_table
 from parity.settings import check_precisions
-from parity.te import PRECISIONS, Kernels, Precision, why_unavailable
+from parity.te import PRECISIONS, Kernels, Precision, emulation, why_unavailable
 from parity.te.attention_backend import AttentionBackend
 from parity.user_error import UserError
+from te_on_cpu import tensor_cores
+from te_on_cpu.kernel_choices import ATTENTION_16_BIT_SUMS, kernel_choices
 
 # The strength of a bug relative to the rounding noise that hides it.
 #
@@ -445,7 +445,7 @@ def _sections(rejected: Mapping[Asked, bool | None], seeds: int) -> Iterable[str
     yield "# Choices that faithful kernels may make, and the cost of granting them"
     yield (
         f"Emulated: TransformerEngine {te.version()}'s own Python on parity's CPU kernels, as an "
-        f"{emulated_gpu_name()} on {cpu_model()}. Each choice is "
+        f"{emulation.gpu_name()} on {cpu_model()}. Each choice is "
         f"switched on in the CPU kernels (`PARITY_KERNEL_CHOICES`) for the bug zoo at small size with {seeds} seeds. "
         "A choice whose effect leans (is systematic) is granted along that effect, one that is noise by a further run "
         "of the rounding model, both only if a port fails without them ([statistics](../docs/statistics.md))."

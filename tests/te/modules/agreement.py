@@ -13,8 +13,8 @@ from torch import Tensor
 
 import parity
 from parity.case.case import Case
-from parity.cpu import versions
 from parity.result import Result
+from te_on_cpu import versions
 
 FP32_AND_BF16 = ("fp32", "bf16")
 CAN_CHECKPOINT_CORE_ATTENTION = pytest.mark.skipif(

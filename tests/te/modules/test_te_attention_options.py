@@ -18,7 +18,7 @@ from weight_maps import Projections, cross_attention_weights, mlp_weights, norm_
 import parity
 from parity import reference
 from parity.case.weight_map import WeightMap
-from parity.cpu import versions
+from te_on_cpu import versions
 
 # te.MultiheadAttention, with each of its options, equals attention written out.
 

@@ -20,8 +20,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from parity import te as backend
-from parity.cpu import cuda, extension
 from parity.te.state import fresh_caches
+from te_on_cpu import cuda, extension
 
 # What else TE exports: RoPE, layouts, wrapping quantizers, offloading, export, and what a CPU cannot do.
 

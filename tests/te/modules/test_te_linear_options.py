@@ -18,7 +18,7 @@ from weight_maps import kinds, mlp_weights, norm_weights
 import parity
 from parity import reference
 from parity.case.weight_map import WeightMap
-from parity.cpu import versions
+from te_on_cpu import versions
 
 # te.Linear, with each of its options, equals a linear layer.
 
