@@ -23,7 +23,7 @@ te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of Trans
 	$(VENV)/bin/python scripts/te_matrix.py
 
 nvidia-tests: $(VENV)/ready  ## NVIDIA's own tests of the checkout TE_TESTS on the CPU kernels: SAMPLE=500 of them, or FULL=1; writes reports/nvidia_tests.md
-	$(VENV)/bin/parity lab nvidia-tests --sample $(if $(FULL),0,$(or $(SAMPLE),500))
+	$(VENV)/bin/python -m lab nvidia-tests --sample $(if $(FULL),0,$(or $(SAMPLE),500))
 
 mutants: $(VENV)/ready  ## removes each title of findings in turn, and fails if no test notices
 	$(VENV)/bin/python scripts/mutants.py

@@ -14,13 +14,14 @@ import time
 import torch
 from measuring import Measure, machine, median, parser, processor_seconds, report
 
+from lab.zoo.bugs import BUGS
+from lab.zoo.planting import Bug, planted
+from lab.zoo.trial import Trial, occurs
 from parity import comparison, te
 from parity.case.validate import check_case
 from parity.judge.limits import packaged
-from parity.lab.zoo.bugs import BUGS
-from parity.lab.zoo.hosts import HOSTS
-from parity.lab.zoo.planting import SIZES, Bug, planted
-from parity.lab.zoo.trial import Trial, occurs
+from parity.measuring.hosts import HOSTS
+from parity.measuring.hosts.host import SIZES
 from parity.passes.prepare import forget
 from parity.search import explanation
 from parity.te import PRECISIONS

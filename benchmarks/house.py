@@ -43,7 +43,7 @@ print(sum(name.split(".")[0] == "parity" for name in sys.modules))
 def main() -> None:
     """Print the table."""
     product = [file for file in _python("parity") if "lab" not in file.relative_to(ROOT / "parity").parts]
-    lab, tests = _python("parity/lab"), _python("tests")
+    lab, tests = _python("lab"), _python("tests")
     sizes = [
         (name, _size(files))
         for name, files in (("`parity/` without `lab/`", product), ("`lab/`", lab), ("tests", tests))

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from measuring import Measure, machine, median, parser, report
 from torch import Tensor, nn
 
+from lab.studies.rows import ports
 from parity import te
 from parity.case.case import Case, Pair, Rng
 from parity.case.validate import check_case
 from parity.comparison import explain_at, judge_at
 from parity.judge.limits import packaged
-from parity.lab.studies.rows import ports
 from parity.passes.prepare import forget
 from parity.te import PRECISIONS
 
@@ -54,7 +54,7 @@ PLACES = {
     "attention": "o_proj",
     "norm_mlp": "inner.up_proj",
 }
-"""The submodule of each host that is changed. All but ``llama_loss`` are hosts of ``parity.lab.studies.rows.ports``."""
+"""The submodule of each host that is changed. All but ``llama_loss`` are hosts of ``lab.studies.rows.ports``."""
 
 
 def _size(x: Tensor) -> Tensor:

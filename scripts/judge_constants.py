@@ -27,17 +27,17 @@ import torch
 from scipy import special
 
 import parity.judge
+from lab.studies import trainings
+from lab.zoo.bugs import BUGS
+from lab.zoo.planting import planted
+from lab.zoo.trial import at_size
 from parity import comparison, te
 from parity.case.validate import check_case
 from parity.judge import limits, second_look, statistics
-from parity.lab.false_alarms import upper_bound
-from parity.lab.record import Campaign, FourDigits, write_sections
-from parity.lab.right_ports import MODELS
-from parity.lab.studies import trainings
-from parity.lab.zoo.bugs import BUGS
-from parity.lab.zoo.hosts import HOSTS
-from parity.lab.zoo.planting import planted
-from parity.lab.zoo.trial import at_size
+from parity.measuring.false_alarms import upper_bound
+from parity.measuring.hosts import HOSTS
+from parity.measuring.record import Campaign, FourDigits, write_sections
+from parity.measuring.right_ports import MODELS
 from parity.report.numbers import markdown_table
 from parity.te import PRECISIONS
 

@@ -25,26 +25,26 @@ from parity.report.numbers import markdown_table
 ROOT = Path(__file__).resolve().parents[1]
 # What decides on a verdict, and what names a cause; both relative to parity/.
 VERDICT = (
-    *("case", "comparison.py", "cpu", "judge", "numerics", "parallel.py", "passes", "ranks", "te", "trace"),
+    *("case", "comparison.py", "../te_on_cpu", "judge", "numerics", "parallel.py", "passes", "ranks", "te", "trace"),
     *("training.py", "training_over_ranks.py"),
 )
 CAUSE = (*VERDICT, "mistakes", "search")
-KERNELS = ("cpu", "te")
+KERNELS = ("../te_on_cpu", "te")
 DEPENDS = {
     "reports/versions.md": ("../pyproject.toml", "../constraints.txt"),
     "reports/te-matrix.md": KERNELS,
-    "reports/nvidia_tests.md": (*KERNELS, "lab/nvidia_tests"),
+    "reports/nvidia_tests.md": (*KERNELS, "../lab/nvidia_tests"),
     "reports/torture.md": ("machine", "plugin", "reading.py", "report"),
-    "reports/calibration*.md": (*VERDICT, "lab/calibration.py", "lab/right_ports.py", "lab/zoo/hosts"),
-    "reports/false_alarms*.md": (*VERDICT, "lab/right_ports.py", "lab/zoo/hosts"),
-    "reports/zoo*.md": (*CAUSE, "lab/zoo"),
-    "reports/kernel_freedoms.md": (*VERDICT, "lab/zoo"),
-    "reports/judge_constants.md": (*VERDICT, "lab/right_ports.py", "lab/zoo"),
+    "reports/calibration*.md": (*VERDICT, "measuring/calibration.py", "measuring/right_ports.py", "measuring/hosts"),
+    "reports/false_alarms*.md": (*VERDICT, "measuring/right_ports.py", "measuring/hosts"),
+    "reports/zoo*.md": (*CAUSE, "../lab/zoo", "measuring/hosts"),
+    "reports/kernel_freedoms.md": (*VERDICT, "../lab/zoo", "measuring/hosts"),
+    "reports/judge_constants.md": (*VERDICT, "measuring/right_ports.py", "measuring/hosts", "../lab/zoo"),
     "reports/h?00/*.md": CAUSE,
-    "reports/studies/names.md": (*CAUSE, "lab/studies/names.py", "lab/studies/rows"),
-    "reports/studies/ranks.md": (*CAUSE, "lab/studies/ranks.py", "lab/studies/rows"),
-    "reports/studies/trainings.md": (*CAUSE, "lab/studies/trainings.py", "lab/studies/rows"),
-    "reports/studies/*.md": (*KERNELS, "numerics", "lab/studies/{name}.py", "lab/studies/{name}_report.py"),
+    "reports/studies/names.md": (*CAUSE, "../lab/studies/names.py", "../lab/studies/rows"),
+    "reports/studies/ranks.md": (*CAUSE, "../lab/studies/ranks.py", "../lab/studies/rows"),
+    "reports/studies/trainings.md": (*CAUSE, "../lab/studies/trainings.py", "../lab/studies/rows"),
+    "reports/studies/*.md": (*KERNELS, "numerics", "../lab/studies/{name}.py", "../lab/studies/{name}_report.py"),
     "reports/*.md": CAUSE,
     "benchmarks/results/*.json": (*CAUSE, "plugin", "report", "../benchmarks/{name}.py"),
 }

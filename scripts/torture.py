@@ -22,7 +22,7 @@ os.environ["PARITY_DIAGNOSIS_SECONDS"] = "0"  # so that findings do not depend o
 import kills
 import mishaps
 
-from parity.lab import torture
+from lab import torture
 from parity.machine import files
 from parity.report.environment import made_by
 from parity.report.numbers import markdown_table

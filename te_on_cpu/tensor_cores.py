@@ -354,7 +354,7 @@ def _toward_zero(values: Tensor) -> Tensor:
 # One instruction adds 8 products of TF32, or 16 of 16-bit numbers, to a running sum. It aligns all terms to the largest
 # exponent among them, truncates them to 25 fraction bits there, adds exactly, and truncates the result to FP32. MMA-Sim
 # (arXiv 2511.10909) found this for ``wgmma``, and an H200 with cuBLAS 13.1 gives the same results
-# (``parity.lab.gpu_report.facts``).
+# (``parity.measuring.gpu_report.facts``).
 
 
 _FRACTION = 25

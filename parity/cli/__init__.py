@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +32,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
-lab = typer.Typer(help="For parity's own developers.", rich_markup_mode=None, no_args_is_help=True)
-app.add_typer(lab, name="lab")
 Paths = Annotated[
     list[str] | None,
     typer.Argument(
@@ -304,7 +301,7 @@ def calibrate(
 ) -> None:
     """Measure the limits on this machine. The pairs must be known to be right."""
     from parity.cli import suite
-    from parity.lab import calibration
+    from parity.measuring import calibration
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
     from parity.te import PRECISIONS
 
@@ -337,8 +334,8 @@ def false_alarms(
     """
     from parity import te
     from parity.cli import suite
-    from parity.lab import false_alarms as count
-    from parity.lab.right_ports import DRAWN_MODELS
+    from parity.measuring import false_alarms as count
+    from parity.measuring.right_ports import DRAWN_MODELS
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
     from parity.te import PRECISIONS
 
@@ -369,7 +366,7 @@ def kernels(
     ] = None,
 ) -> None:
     """Compare CPU kernels with compiled ones, on a GPU."""
-    from parity.lab.kernel_table import table
+    from parity.measuring.kernel_table import table
     from parity.plugin.options import check_file
 
     check_file(report, "--report")
@@ -430,178 +427,23 @@ def gpu_report(
 
     It leaves one folder with an index; the exit code is 1 if a check fails.
     """
-    from parity.lab.gpu_report import command
+    from parity.measuring.gpu_report import command
     from parity.plugin.options import parse_backend
 
-    raise typer.Exit(0 if command.run(folder, minutes, quick, parse_backend(backend), _listed(only)) else 1)
+    raise typer.Exit(0 if command.run(folder, minutes, quick, parse_backend(backend), listed(only)) else 1)
 
 
-@add_command(
-    app,
-    "parity study",
-    "parity study names --quick",
-    "parity study training_drift --set steps=20",
-)
-def study(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Studies to run; without any, list them.", autocompletion=shared.studies),
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Each of them.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute each.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Compute again what other code computed.")] = False,
-    options: Annotated[list[str] | None, typer.Option("--set", help="A study's option: steps=20; repeatable.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--out", help="Folder of the reports [reports/studies].")] = None,
-) -> None:
-    """Run numerical studies and write their reports. The same command goes on with one that was interrupted."""
-    from parity.cli import studies
-    from parity.lab.studies.catalogue import STUDIES
-
-    studies.run(list(STUDIES) if every else names or [], quick, again, options or [], output)
-
-
-@add_command(
-    app,
-    "parity zoo",
-    'parity zoo --bugs "norm*" --precision bf16',
-    "parity zoo --sizes small --seeds 3 -n 8",
-)
-def zoo(
-    bugs: Annotated[str, typer.Option(help="Only bugs whose names match this shell pattern.")] = "*",
-    precisions: Precisions = None,
-    sizes: Annotated[str, typer.Option(help="small, large or both, separated by a comma.")] = "",
-    seeds: Annotated[
-        str, typer.Option(help="3 for the seeds 0 to 2; 3,1 for 3 of the first size and 1 of the next.")
-    ] = "1",
-    workers: Processes = 1,
-    out: ReportFile = Path("reports/zoo.md"),
-) -> None:
-    """Plant known bugs and write what is detected.
-
-    The same command goes on with a run that was interrupted.
-    """
-    from parity.lab.zoo import trial
-    from parity.plugin.options import check_file
-
-    check_file(out, "--out")
-    if find_spec("matplotlib") is None:
-        raise UserError("the zoo's plot needs matplotlib: pip install 'te-parity[studies]'")
-    plan, left_out = trial.planned(bugs, _listed(",".join(precisions or ())), _listed(sizes), _counts(seeds))
-    verdicts = trial.run(plan, out.with_suffix(".jsonl"), workers)
-    from parity.lab.zoo import report  # draws with matplotlib
-
-    print(f"report: {report.write(verdicts, plan, left_out, out)}")
-
-
-@add_command(
-    app,
-    "parity kernel-freedoms",
-    "parity kernel-freedoms --seeds 3 -n 8",
-)
-def kernel_freedoms(
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0.")] = 1,
-    workers: Processes = CORES,
-    out: ReportFile = Path("reports/kernel_freedoms.md"),
-) -> None:
-    """Report how other right kernels may round.
-
-    The report also shows what it costs to allow this, on the CPU kernels.
-    """
-    from parity.lab.zoo import trial
-    from parity.plugin.options import check_file
-
-    check_file(out, "--out")
-    print(f"report: {trial.run_on_choices(seeds, workers, out)}")
-
-
-@add_command(
-    lab,
-    "parity lab noise default.jsonl truncated.jsonl --alike default.jsonl --alike real.jsonl",
-)
-def noise(
-    others: Annotated[list[Path], typer.Argument(help="Records of the same right pairs under various kernels.")],
-    alike: Annotated[list[Path], typer.Option(help="Records of kernels that round alike; repeatable.")],
-    output: Annotated[Path, typer.Option("-o", "--out", help="The table.")] = Path("noise.json"),
-) -> None:
-    """Measure by how much right kernels of the same port differ, which --against takes for noise."""
-    from parity.lab import calibration
-
-    print(f"{calibration.measure_noise(others, alike, output):,} growths\ntable: {output}")
-
-
-@add_command(
-    lab,
-    "TE_TESTS=~/TransformerEngine parity lab nvidia-tests --sample 500",
-    "parity lab nvidia-tests --only attention/ --gpu blackwell",
-    name="nvidia-tests",
-)
-def nvidia_tests(
-    sample: Annotated[int, typer.Option(min=0, help="How many tests are drawn; 0 for all.")] = 500,
-    gpu: Annotated[str, typer.Option(help="GPUs to emulate.")] = "hopper,blackwell",
-    only: Annotated[str, typer.Option(help="Files whose names match this regular expression.")] = "",
-    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
-    workers: Processes = CORES,
-    seconds: Annotated[
-        float | None, typer.Option(help="Of processor time, for each test [30 in a sample, 120 if all are run].")
-    ] = None,
-    memory: Annotated[float, typer.Option(help="GiB, for each test.")] = 6.0,
-    folder: Annotated[Path, typer.Option(help="Where outcomes are kept; a later run continues there.")] = Path(
-        "build/nvidia-tests"
-    ),
-    on_gpu: Annotated[
-        str, typer.Option(help="What pytest -v printed on a real GPU, to be told beside: hopper=FILE,...")
-    ] = "",
-    report: Annotated[Path, typer.Option(help="Markdown.")] = Path("reports/nvidia_tests.md"),
-    report_only: Annotated[
-        bool, typer.Option("--report-only", help="Report what has been run, and run nothing.")
-    ] = False,
-) -> None:
-    """Run NVIDIA's own tests of TE on the CPU kernels."""
-    from parity.lab.nvidia_tests import checkout, command
-    from parity.lab.nvidia_tests.measure import Limits
-
-    place = os.environ.get(checkout.VARIABLE)
-    limits = Limits(seconds or (30.0 if sample else 120.0), memory)
-    real = {name: Path(file) for name, _, file in (each.partition("=") for each in _listed(on_gpu))}
-    if not all(name in gpu.split(",") and file.is_file() for name, file in real.items()):
-        raise UserError(f"--on-gpu is {on_gpu!r}, but must name files by emulated GPUs: hopper=FILE,blackwell=FILE")
-    gpus = gpu.split(",")
-    print(command.run(place, folder, report, gpus, sample or None, seed, workers, limits, only, real, report_only))
-    print(f"report: {report}")
-
-
-@add_command(
-    lab,
-    "parity lab same old.jsonl new.jsonl",
-    "parity lab same before/ after/",
-)
-def same(
-    old: Annotated[Path, typer.Argument(help="A record (JSON lines), or a folder of records.")],
-    new: Annotated[Path, typer.Argument(help="What another version of parity recorded for the same runs.")],
-) -> None:
-    """Tell whether two versions agree in numbers and words. The exit code is 1 if not."""
-    from parity.lab import same as ruler
-
-    comparison = ruler.compare(old, new)
-    print(ruler.draw(comparison))
-    raise typer.Exit(1 if comparison.differences else 0)
-
-
-def _counts(text: str) -> list[int]:
-    if not all(count.isdecimal() for count in _listed(text)):
-        raise UserError(f"--seeds is {text!r}, but must be one or more counts, separated by commas")
-    return [int(count) for count in _listed(text)]
-
-
-def _listed(text: str) -> list[str]:
+def listed(text: str) -> list[str]:
+    """Return the names in a list that is separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def main(own_process: bool = True) -> None:
+def main(own_process: bool = True, commands: typer.Typer = app) -> None:
     """Run the console script.
 
     Args:
         own_process: whether this process runs nothing but the command, which may then continue in a fork.
+        commands: its commands.
     """
     if "_PARITY_COMPLETE" in os.environ:
         os.environ["COLUMNS"] = "1000"  # a shell takes each line for a completion, so no description may be wrapped
@@ -609,7 +451,7 @@ def main(own_process: bool = True) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character of a report or a name
     try:
         try:
-            app(obj=OWN_PROCESS if own_process else None)
+            commands(obj=OWN_PROCESS if own_process else None)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()

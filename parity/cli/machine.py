@@ -13,8 +13,8 @@ from tabulate import tabulate
 
 from parity import te
 from parity.case.case import Case
-from parity.lab.throughput import command, workload
 from parity.machine.process import spawned
+from parity.measuring.throughput import command, workload
 from parity.plugin.options import parse_backend, parse_precisions
 from parity.progress import Following
 from parity.report import environment

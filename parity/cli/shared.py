@@ -85,7 +85,7 @@ def _shown(examples: tuple[str, ...]) -> str:
     return "\n".join(("\b", "Examples:", *(f"  {example}" for example in examples)))
 
 
-# Complete pairs, precisions and studies in a shell, without importing torch.
+# Complete pairs and precisions in a shell, without importing torch.
 
 
 def precisions(incomplete: str) -> list[str]:
@@ -93,13 +93,6 @@ def precisions(incomplete: str) -> list[str]:
     given, comma, last = incomplete.rpartition(",")
     chosen = given.split(",")
     return [f"{given}{comma}{name}" for name in PRECISION_NAMES if name.startswith(last) and name not in chosen]
-
-
-def studies(incomplete: str) -> list[tuple[str, str]]:
-    """Return the studies whose names begin with this text, each with its topic."""
-    from parity.lab.studies.catalogue import STUDIES
-
-    return [(name, what) for name, what in STUDIES.items() if name.startswith(incomplete)]
 
 
 def pairs(incomplete: str) -> list[str]:

@@ -72,7 +72,7 @@ def right_ports(paths: Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         UserError: as for ``files``.
     """
-    from parity.lab.right_ports import ZOO
+    from parity.measuring.right_ports import ZOO
 
     return (*files(paths), *(() if paths else (ZOO,)))
 

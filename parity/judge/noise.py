@@ -5,7 +5,7 @@ the expected error are the same for both, so faults of the rounding model cancel
 than a limit allows. A limit's own law cannot tell them: a right port whose statistic grows by some distance from above
 the law's center lies at least that far above the center, so the law allows such a growth as often as a failure.
 
-So growth has laws of its own, measured on the same items under kernels that are known to be right (``parity lab
+So growth has laws of its own, measured on the same items under kernels that are known to be right (``python -m lab
 noise``) and fitted like limits. There are two, because noise depends on what has changed:
 
 - *alike*: nothing that decides how kernels round has changed. Only the order of sums may differ.

@@ -2,8 +2,8 @@
 
 Each row is an option of the CPU kernels (``te_on_cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). A row says what its
 source allows, and what was measured on one GPU: an H200 with TE 2.20.2, cuBLAS 13.1 and PyTorch 2.11, by
-``parity.lab.gpu_report.facts`` and by the table of kernels. A choice that the H200 does not make is granted all the
-same, because other GPUs, shapes and versions of cuBLAS may make it.
+``parity.measuring.gpu_report.facts`` and by the table of kernels. A choice that the H200 does not make is granted all
+the same, because other GPUs, shapes and versions of cuBLAS may make it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def asked(
 def code_of_parity() -> str:
     """Return a checksum of the files of parity that can change the result of a comparison."""
     files = sorted([*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json")])
-    used = [file for file in files if file.relative_to(_PACKAGE).parts[0] not in ("lab", "cli")]
+    used = [file for file in files if file.relative_to(_PACKAGE).parts[0] not in ("measuring", "cli")]
     return _checksum([*used, *sorted(_KERNELS.rglob("*.py"))])
 
 

@@ -35,7 +35,7 @@ class Owner(Enum):
     USER = "user"
 
 
-PORTS = ("parity.cases", "parity.reference", "parity.lab.zoo.hosts", "parity.lab.right_ports")
+PORTS = ("parity.cases", "parity.reference", "parity.measuring.hosts", "parity.measuring.right_ports")
 """Parity's own modules and packages with pairs like those of a user, so that their code counts as a user's."""
 
 _LIBRARIES = {owner.value: owner for owner in (Owner.TORCH, Owner.TE, Owner.PARITY)} | {"te_on_cpu": Owner.PARITY}

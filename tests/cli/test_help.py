@@ -116,12 +116,6 @@ def test_files_and_the_pairs_in_their_text_are_completed(
     assert shared.pairs(typed) == offered
 
 
-def test_studies_are_completed_with_what_they_are_about() -> None:
-    [(name, what)] = shared.studies("nam")
-    assert name == "names"
-    assert what.startswith("Which mistakes")
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="has none of these shells")
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 @pytest.mark.parametrize(
@@ -130,7 +124,6 @@ def test_studies_are_completed_with_what_they_are_about() -> None:
         ("parity do", {"doctor"}),
         ("parity run my_pairs.py::n", {"my_pairs.py::norm"}),
         ("parity train my_pairs.py -p fp3", {"fp32"}),
-        ("parity study fl", {"flash_stability", "flops"}),
     ],
 )
 def test_a_shell_is_answered_without_torch(tmp_path: Path, typed: str, offered: set[str], shell: str) -> None:

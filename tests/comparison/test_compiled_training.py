@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import parity
+from lab.studies.rows.trainings import case_of, plain
 from parity import Training
-from parity.lab.studies.rows.trainings import case_of, plain
 from parity.search.switched import compiled_otherwise
 
 

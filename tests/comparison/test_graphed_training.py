@@ -11,11 +11,11 @@ import pytest
 from torch import Tensor, nn
 
 import parity
+from lab.studies.rows.optimizers import caches_reset
+from lab.studies.rows.switched import Passes, WholeStep, capturing, plain_sgd
+from lab.studies.rows.trainings import GRAPHED, RIGHT, Declared, case_of, plain
 from parity import Training, te
 from parity.case.training import Model
-from parity.lab.studies.rows.optimizers import caches_reset
-from parity.lab.studies.rows.switched import Passes, WholeStep, capturing, plain_sgd
-from parity.lab.studies.rows.trainings import GRAPHED, RIGHT, Declared, case_of, plain
 from parity.result import Result
 from te_on_cpu import cuda
 

@@ -8,9 +8,8 @@ import pytest
 from torch import Tensor, nn
 
 import parity
-from parity import Training
-from parity.lab.studies.rows import switched
-from parity.lab.studies.rows.trainings import (
+from lab.studies.rows import switched
+from lab.studies.rows.trainings import (
     OF_QUANTIZED,
     OFFLOADED,
     RIGHT,
@@ -21,6 +20,7 @@ from parity.lab.studies.rows.trainings import (
     stepping,
     summed,
 )
+from parity import Training
 from parity.passes.switches import Journal
 from parity.result import Result
 

@@ -14,12 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import parity
-from parity import Training
-from parity.case import registry, transfer
-from parity.case.case import Rng
-from parity.case.training import Model, load
-from parity.lab.studies.rows.optimizers import RECIPES, with_caches
-from parity.lab.studies.rows.trainings import (
+from lab.studies.rows.optimizers import RECIPES, with_caches
+from lab.studies.rows.trainings import (
     OF_QUANTIZED,
     RIGHT,
     WRONG,
@@ -30,6 +26,10 @@ from parity.lab.studies.rows.trainings import (
     stepping,
     too_fast,
 )
+from parity import Training
+from parity.case import registry, transfer
+from parity.case.case import Rng
+from parity.case.training import Model, load
 from parity.result import Result, from_json, to_json
 from parity.search.steps import Guess, diverging, gradients_explained, guesses_of_any_step
 from te_on_cpu import cuda

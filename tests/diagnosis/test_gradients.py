@@ -13,9 +13,9 @@ from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, t
 from torch import Tensor, nn
 
 import parity
-from parity.lab.zoo.bugs import BUGS
-from parity.lab.zoo.hosts import HOSTS
-from parity.lab.zoo.planting import planted
+from lab.zoo.bugs import BUGS
+from lab.zoo.planting import planted
+from parity.measuring.hosts import HOSTS
 from parity.search.divergence import readable
 
 # Detached parts of the residual stream: outputs are right, but gradients lack what flows back through these parts.

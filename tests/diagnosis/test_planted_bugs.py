@@ -9,9 +9,9 @@ from ports import compared, tells, tells_only
 from torch import nn
 
 import parity
-from parity.lab.zoo.bugs import BUGS
-from parity.lab.zoo.hosts import HOSTS
-from parity.lab.zoo.planting import planted
+from lab.zoo.bugs import BUGS
+from lab.zoo.planting import planted
+from parity.measuring.hosts import HOSTS
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from parity import te
 from parity.cli import app
 from parity.judge import limits as table
-from parity.lab.gpu_report import command, facts, limits
-from parity.lab.gpu_report.command import Outcome, Step, doctor, run_limited, steps
-from parity.lab.gpu_report.facts import ALIGNED, KEPT, PARTS, PROMOTED, READ, ROUNDED, STEP, Fact
 from parity.machine.files import claimed
+from parity.measuring.gpu_report import command, facts, limits
+from parity.measuring.gpu_report.command import Outcome, Step, doctor, run_limited, steps
+from parity.measuring.gpu_report.facts import ALIGNED, KEPT, PARTS, PROMOTED, READ, ROUNDED, STEP, Fact
 from parity.report import environment, record
 from parity.result import Check, Result
 from parity.user_error import UserError

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
+from lab.studies.rows.trainings import Declared, case_of, plain
 from parity import Training, te
 from parity.case.case import Rng
 from parity.case.training import ADAM
 from parity.case.validate import check_case
 from parity.judge.band import Band, Left, band, band_of
-from parity.lab.studies.rows.trainings import Declared, case_of, plain
 from parity.passes.courses import Course
 from parity.te import PRECISIONS
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from lab.studies.rows.ports import Mistake, port
 from parity import te
 from parity.case.validate import check_case
 from parity.comparison import judge_at
 from parity.judge.directions import Direction, directions
 from parity.judge.limits import packaged
 from parity.judge.statistics import resemblance
-from parity.lab.studies.rows.ports import Mistake, port
 from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import Mistake as OfPort
 from parity.numerics.errors import Summed

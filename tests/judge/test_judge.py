@@ -14,9 +14,9 @@ from bad_input import TOKENS, linear, mlp, result_of, te
 from torch import Tensor, nn
 
 import parity
+from lab.studies.rows.optimizers import Lion
 from parity.judge.statistics import statistics
 from parity.judge.steps import Replay, deviations
-from parity.lab.studies.rows.optimizers import Lion
 from parity.numerics.errors import Summed
 from parity.passes.steps import Update
 from te_on_cpu.kernel_choices import kernel_choices

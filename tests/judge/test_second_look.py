@@ -15,7 +15,7 @@ from parity.comparison import judge_at
 from parity.judge.limits import packaged
 from parity.judge.second_look import LOOKS, TELLING_LOOKS, second_look
 from parity.judge.statistics import allowance
-from parity.lab.right_ports import MODELS
+from parity.measuring.right_ports import MODELS
 from parity.numerics.errors import Summed
 from parity.numerics.formats import Rounding, e4m3
 from parity.numerics.freedom import FUSED, UNFUSED, Port, Steps

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from parity import te
-from parity.lab.kernel_table import table
-from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
-from parity.lab.kernel_table.table import (
+from parity.machine.files import claimed
+from parity.measuring.kernel_table import table
+from parity.measuring.kernel_table.bench import Bench, KernelCall, bench, unpack
+from parity.measuring.kernel_table.table import (
     CALLS,
     ENDED,
     GPU_LOST,
@@ -43,7 +44,6 @@ from parity.lab.kernel_table.table import (
     select,
     ulps,
 )
-from parity.machine.files import claimed
 from parity.report import environment
 from parity.user_error import UserError
 from te_on_cpu import cuda, extension, mhc, versions

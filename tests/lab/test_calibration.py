@@ -14,10 +14,10 @@ from parity.case import registry
 from parity.case.validate import check_case
 from parity.judge import limits
 from parity.judge.limits import FEWEST_TENSORS, Law, Table
-from parity.lab import calibration, right_ports
-from parity.lab.calibration import Measured, Sample, Settings, draw, laws, make_table, measure
-from parity.lab.right_ports import MODELS
-from parity.lab.zoo.hosts import HOSTS
+from parity.measuring import calibration, right_ports
+from parity.measuring.calibration import Measured, Sample, Settings, draw, laws, make_table, measure
+from parity.measuring.hosts import HOSTS
+from parity.measuring.right_ports import MODELS
 from parity.te import PRECISIONS
 from parity.user_error import UserError
 

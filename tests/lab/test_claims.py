@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from parity.judge import limits, statistics
-from parity.lab.false_alarms import upper_bound
-from parity.lab.record import write_sections
+from parity.measuring.false_alarms import upper_bound
+from parity.measuring.record import write_sections
 from parity.report import environment
 
 ROOT = Path(__file__).parents[2]

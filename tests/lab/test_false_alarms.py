@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.case import registry
-from parity.lab import false_alarms, record
-from parity.lab.false_alarms import DRAWN, Outcome, Plan, Port
-from parity.lab.right_ports import QUANTIZED_MULTIPLE, like
-from parity.lab.zoo.hosts import HOSTS
+from parity.measuring import false_alarms, record
+from parity.measuring.false_alarms import DRAWN, Outcome, Plan, Port
+from parity.measuring.hosts import HOSTS
+from parity.measuring.right_ports import QUANTIZED_MULTIPLE, like
 from parity.plugin.options import parse_seeds
 
 PAIRS = """

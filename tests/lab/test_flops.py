@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from parity.lab import flops
-from parity.lab.flops import Flops, LayerSizes
+from parity.measuring import flops
+from parity.measuring.flops import Flops, LayerSizes
 
 GPT = LayerSizes(batch=2, seq=32, hidden=64, heads=4, groups=4, head_dim=16, ffn=256)
 sizes = st.builds(

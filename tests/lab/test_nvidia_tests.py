@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from parity.lab.nvidia_tests import checkout, command, measure, plugin
-from parity.lab.nvidia_tests.checkout import Job
-from parity.lab.nvidia_tests.measure import Collected, Limits, Outcome, Portion
+from lab.nvidia_tests import checkout, command, measure, plugin
+from lab.nvidia_tests.checkout import Job
+from lab.nvidia_tests.measure import Collected, Limits, Outcome, Portion
 from parity.user_error import UserError
 
 SCRIPT = """
@@ -134,7 +134,7 @@ ONE = """
         assert int(parent) == os.getppid()
 
     def test_a_program_is_not_forked_where_te_was_imported_under_other_variables(monkeypatch):
-        from parity.lab.nvidia_tests.host import _forked_by_host
+        from lab.nvidia_tests.host import _forked_by_host
         monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
         assert _forked_by_host(os.environ["PARITY_NVIDIA_TESTS_HOST"], ("program.py",)) is None
 
@@ -309,7 +309,7 @@ def test_processes_that_tests_start_run_on_the_cpu_kernels(told: list[str], runs
     words = {
         "THIS": sys.executable,
         "LAUNCHER": "CHILD -m torch.distributed.run",
-        "CHILD": "-m parity.lab.nvidia_tests.host",
+        "CHILD": "-m lab.nvidia_tests.host",
     }
     for word, meant in words.items():
         runs = runs.replace(word, meant)

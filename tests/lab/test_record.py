@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from parity.lab import record
-from parity.lab.record import Campaign, FourDigits, made
-from parity.lab.studies import catalogue
+from lab.studies import catalogue
+from parity.measuring import record
+from parity.measuring.record import Campaign, FourDigits, made
 
 CODE = {"torch": "2"}
 
@@ -142,14 +142,14 @@ def test_outdated_results_can_be_forgotten(path: Path) -> None:
 
 @pytest.mark.parametrize("study", [name for name in catalogue.STUDIES if name != "flops"])
 def test_a_study_depends_on_what_computes_and_not_on_what_draws(study: str) -> None:
-    code = record.code_of(f"parity.lab.studies.{study}")
-    assert f"parity.lab.studies.{study}" in code
+    code = record.code_of(f"lab.studies.{study}")
+    assert f"lab.studies.{study}" in code
     assert "torch" in code
-    assert not {f"parity.lab.studies.{study}_report", "parity.lab.studies.reporting"} & set(code)
+    assert not {f"lab.studies.{study}_report", "lab.studies.reporting"} & set(code)
 
 
 def test_te_s_kernels_are_among_what_te_s_results_depend_on() -> None:
-    assert "te_on_cpu.gemm" in record.code_of("parity.lab.studies.expected_error")
+    assert "te_on_cpu.gemm" in record.code_of("lab.studies.expected_error")
 
 
 def test_a_change_of_statements_counts_and_one_of_comments_docstrings_and_layout_does_not() -> None:
@@ -162,7 +162,7 @@ def test_a_change_of_statements_counts_and_one_of_comments_docstrings_and_layout
 
 STUDY = """
 import math
-from parity.lab.studies import reporting, settings
+from lab.studies import reporting, settings
 {constant} = 3
 def measured(): return settings.of(_rounded(math.pi))
 def _rounded(x): return x // {step}

@@ -1,4 +1,4 @@
-"""Compare the results of a refactoring: ``parity lab same`` finds every value in which two versions differ."""
+"""Compare the results of a refactoring: ``python -m lab same`` finds every value in which two versions differ."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fakes import ENVIRONMENT, result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab import same
 from parity import cli
-from parity.lab import same
 from parity.report import record
 from parity.user_error import UserError
 

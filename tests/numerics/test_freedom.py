@@ -18,7 +18,7 @@ from parity.case.validate import check_case
 from parity.cases import attention, layer, linear, mlp
 from parity.comparison import judge_at
 from parity.judge.limits import packaged
-from parity.lab.zoo.hosts import HOSTS
+from parity.measuring.hosts import HOSTS
 from parity.numerics import kernel_choices as choices_of_gpus
 from parity.numerics.formats import Rounding, e4m3, tf32, tf32_truncated
 from parity.numerics.freedom import FUSED, WIDTH, Choices, Kinks, choices_seen

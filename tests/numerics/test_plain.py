@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parity
-from parity.lab.zoo.hosts.linear import ComposedMLP
+from parity.measuring.hosts.linear import ComposedMLP
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import UNFUSED
 from parity.numerics.plain import ADDED_BIAS, ADDED_TO_SUM, CAST, as_in, plain_calls

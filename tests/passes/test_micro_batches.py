@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import parity
+from lab.studies.rows.trainings import case_of
 from parity import Pair, Training, te
 from parity.case.case import Case
 from parity.case.validate import check_case
-from parity.lab.studies.rows.trainings import case_of
 from parity.passes.micro_batches import micro_batches
 from parity.passes.prepare import prepare
 from parity.passes.steps import step_case

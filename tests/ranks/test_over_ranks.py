@@ -13,10 +13,10 @@ from pairs_over_ranks import dropping, linear
 from torch import nn
 
 import parity
+from lab.studies.rows.ranks import DP, EP, RIGHT, SP, WRONG, case_of
 from parity.case import registry
 from parity.case.case import Case
 from parity.judge.over_ranks import with_parts_joined
-from parity.lab.studies.rows.ranks import DP, EP, RIGHT, SP, WRONG, case_of
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, Piece, Whole, degrees, over, part, places
 from parity.search.over_ranks import explained_by_outputs, explained_over_ranks

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from lab import torture
 from parity import shown
 from parity.judge.limits import Difference, OfPrecision
-from parity.lab import torture
 from parity.report import changes, ci, failure, html, markdown, record
 from parity.report.changes import Comparison
 from parity.report.earlier import Asked

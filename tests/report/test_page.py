@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from fakes import ENVIRONMENT, result, tensor
 
-from parity.lab.torture import HOSTILE, foreign
+from lab.torture import HOSTILE, foreign
 from parity.report import html, record
 from parity.report.changes import Comparison
 from parity.report.html import MOST_ROWS, ItemView, Page, page, shade

@@ -12,11 +12,10 @@ import pytest
 from interrupted import run_again
 
 pytest.importorskip("matplotlib")
-from parity import te
-from parity.lab.studies import catalogue
-from parity.lab.studies import expected_error as study
-from parity.lab.studies import expected_error_report as claims
-from parity.lab.studies.expected_error import (
+from lab.studies import catalogue
+from lab.studies import expected_error as study
+from lab.studies import expected_error_report as claims
+from lab.studies.expected_error import (
     ISSUE_407,
     MODEL,
     SHORT_SUMS,
@@ -30,7 +29,8 @@ from parity.lab.studies.expected_error import (
     measure,
     runs,
 )
-from parity.lab.studies.expected_error_report import PARTS_OF_OUTPUTS, explained_share, law, mean, shares_of
+from lab.studies.expected_error_report import PARTS_OF_OUTPUTS, explained_share, law, mean, shares_of
+from parity import te
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-from parity import te
-from parity.lab import record
-from parity.lab.studies import catalogue
-from parity.lab.studies import flash_stability as study
-from parity.lab.studies import flash_stability_report as report
-from parity.lab.studies.flash_stability import (
+from lab.studies import catalogue
+from lab.studies import flash_stability as study
+from lab.studies import flash_stability_report as report
+from lab.studies.flash_stability import (
     ALONE,
     AS_KERNELS,
     EVERYWHERE,
@@ -35,7 +33,9 @@ from parity.lab.studies.flash_stability import (
     untiled,
     whole_runs,
 )
-from parity.lab.studies.flash_stability_report import flash_over_baseline, growth, of_length
+from lab.studies.flash_stability_report import flash_over_baseline, growth, of_length
+from parity import te
+from parity.measuring import record
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
+from lab.studies import catalogue
+from lab.studies import flops as study
+from lab.studies.flops import Settings
 from parity.case.case import Case, Size
-from parity.lab import flops
-from parity.lab.studies import catalogue
-from parity.lab.studies import flops as study
-from parity.lab.studies.flops import Settings
+from parity.measuring import flops
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -10,9 +10,9 @@ import pytest
 from interrupted import run_again
 
 pytest.importorskip("matplotlib")
-from parity.lab.studies import catalogue
-from parity.lab.studies import fp8_accumulation as study
-from parity.lab.studies.fp8_accumulation import (
+from lab.studies import catalogue
+from lab.studies import fp8_accumulation as study
+from lab.studies.fp8_accumulation import (
     FAST,
     SPLIT,
     Cost,

@@ -11,10 +11,10 @@ import torch
 from interrupted import run_again
 
 pytest.importorskip("matplotlib")
-from parity.lab.studies import catalogue
-from parity.lab.studies import fp8_recipes as study
-from parity.lab.studies import fp8_recipes_report as claims
-from parity.lab.studies.fp8_recipes import (
+from lab.studies import catalogue
+from lab.studies import fp8_recipes as study
+from lab.studies import fp8_recipes_report as claims
+from lab.studies.fp8_recipes import (
     BLOCKS,
     PLAIN,
     RECIPES,

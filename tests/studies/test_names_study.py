@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-from parity import te
-from parity.case.validate import check_case
-from parity.lab.studies.names import (
+from lab.studies.names import (
     OUTCOMES,
     ROWS,
     TABLES,
@@ -22,7 +20,9 @@ from parity.lab.studies.names import (
     said_of,
     write,
 )
-from parity.lab.studies.rows.ports import HOSTS, port
+from lab.studies.rows.ports import HOSTS, port
+from parity import te
+from parity.case.validate import check_case
 from parity.mistakes.codes import CODES
 
 

@@ -16,10 +16,9 @@ pytest.importorskip("matplotlib")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.case.case import Rng
-from parity.lab.studies import catalogue, te_modules
-from parity.lab.studies import query_key_scale as study
-from parity.lab.studies.query_key_scale import (
+from lab.studies import catalogue, te_modules
+from lab.studies import query_key_scale as study
+from lab.studies.query_key_scale import (
     KEPT,
     PLACEMENTS,
     TE_WAYS,
@@ -36,6 +35,7 @@ from parity.lab.studies.query_key_scale import (
     scores,
     ways,
 )
+from parity.case.case import Rng
 from parity.te import Kernels
 from parity.user_error import UserError
 

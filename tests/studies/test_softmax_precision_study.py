@@ -14,11 +14,10 @@ pytest.importorskip("matplotlib")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.case.case import Rng
-from parity.lab.studies import catalogue
-from parity.lab.studies import softmax_precision as study
-from parity.lab.studies import softmax_precision_report as report
-from parity.lab.studies.softmax_precision import (
+from lab.studies import catalogue
+from lab.studies import softmax_precision as study
+from lab.studies import softmax_precision_report as report
+from lab.studies.softmax_precision import (
     DTYPES,
     WAYS,
     Errors,
@@ -35,6 +34,7 @@ from parity.lab.studies.softmax_precision import (
     traffic,
     ways,
 )
+from parity.case.case import Rng
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.lab.studies import stepwise
-from parity.lab.studies.flash_stability import draw, staircase
-from parity.lab.studies.stepwise import (
+from lab.studies import stepwise
+from lab.studies.flash_stability import draw, staircase
+from lab.studies.stepwise import (
     ALGORITHMS,
     FORMATS,
     STEPS,

@@ -7,12 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from parity.case.map_check import check_map
-from parity.comparison import compare_at
-from parity.judge.limits import packaged
-from parity.lab.studies.settings import gpu_with, why_nowhere
-from parity.lab.studies.te_modules import MODULES, Shape, placed
-from parity.lab.studies.training import (
+from lab.studies.settings import gpu_with, why_nowhere
+from lab.studies.te_modules import MODULES, Shape, placed
+from lab.studies.training import (
     ARCHITECTURES,
     TEXT,
     VOCABULARY,
@@ -22,6 +19,9 @@ from parity.lab.studies.training import (
     load,
     load_candidate,
 )
+from parity.case.map_check import check_map
+from parity.comparison import compare_at
+from parity.judge.limits import packaged
 from parity.te import PRECISIONS, Kernels, why_unavailable
 from te_on_cpu import cuda
 

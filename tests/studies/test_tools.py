@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lab.studies.reporting import all_of, between, fit, interval, mean_digits, ratio_interval, ratios_between
+from lab.studies.stepwise import FORMATS, HARDWARE, UNLIMITED, carrier, full_fp32_products
+from lab.studies.training_curves import Band, dithered, prediction_band, unit_roundoff
 from parity.case.case import Rng
-from parity.lab.studies.reporting import all_of, between, fit, interval, mean_digits, ratio_interval, ratios_between
-from parity.lab.studies.stepwise import FORMATS, HARDWARE, UNLIMITED, carrier, full_fp32_products
-from parity.lab.studies.training_curves import Band, dithered, prediction_band, unit_roundoff
 from parity.numerics import formats
 from parity.numerics.formats import Rounding
 from parity.te import PRECISIONS

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
+from lab.studies import catalogue
+from lab.studies import training_curves as study
+from lab.studies.training import ARCHITECTURES, Schedule, Size, batches, plain_pass, train
+from lab.studies.training_curves import Run, Settings, outcomes
 from parity.case.weight_map import WeightMap, stack
-from parity.lab import record
-from parity.lab.studies import catalogue
-from parity.lab.studies import training_curves as study
-from parity.lab.studies.training import ARCHITECTURES, Schedule, Size, batches, plain_pass, train
-from parity.lab.studies.training_curves import Run, Settings, outcomes
+from parity.measuring import record
 from parity.te import Kernels
 from parity.user_error import UserError
 

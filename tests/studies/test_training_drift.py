@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 pytest.importorskip("matplotlib")
-from parity import te
-from parity.lab import record
-from parity.lab.studies import catalogue
-from parity.lab.studies import training_drift as study
-from parity.lab.studies import training_drift_report as report
-from parity.lab.studies.training_drift import (
+from lab.studies import catalogue
+from lab.studies import training_drift as study
+from lab.studies import training_drift_report as report
+from lab.studies.training_drift import (
     Distance,
     Drift,
     Drifts,
@@ -34,7 +32,7 @@ from parity.lab.studies.training_drift import (
     trajectory,
     wasserstein,
 )
-from parity.lab.studies.training_drift_report import (
+from lab.studies.training_drift_report import (
     claims,
     of_algorithm,
     of_format,
@@ -42,6 +40,8 @@ from parity.lab.studies.training_drift_report import (
     of_rounding,
     of_te,
 )
+from parity import te
+from parity.measuring import record
 from parity.te import Kernels
 from parity.user_error import UserError
 

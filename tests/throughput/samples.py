@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from parity.lab.throughput.record import GpuState, Peak, Record, Row, Spread, Times
+from parity.measuring.throughput.record import GpuState, Peak, Record, Row, Spread, Times
 from parity.report.environment import Environment
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

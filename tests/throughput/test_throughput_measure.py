@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from parity import te
 from parity.case.validate import check_case
-from parity.lab.kernel_table import table as kernel_table
-from parity.lab.kernel_table.bench import KernelCall, Tape
-from parity.lab.throughput import measure, record, workload
-from parity.lab.throughput.measure import Clock, Plan, time_passes
-from parity.lab.throughput.record import GpuState, Row, Spread, Times
-from parity.lab.throughput.workload import (
+from parity.measuring.kernel_table import table as kernel_table
+from parity.measuring.kernel_table.bench import KernelCall, Tape
+from parity.measuring.throughput import measure, record, workload
+from parity.measuring.throughput.measure import Clock, Plan, time_passes
+from parity.measuring.throughput.record import GpuState, Row, Spread, Times
+from parity.measuring.throughput.workload import (
     COMPILED,
     EAGER,
     TE,

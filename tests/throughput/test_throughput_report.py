@@ -12,12 +12,12 @@ import pytest
 import samples
 
 from parity.cli import machine
-from parity.lab.throughput import command, record
-from parity.lab.throughput import command as report
-from parity.lab.throughput.measure import row_without
-from parity.lab.throughput.record import EMULATED, GpuState, Peak
-from parity.lab.throughput.workload import COMPILED, EAGER, TE, Implementation, Workload
 from parity.machine.files import claimed
+from parity.measuring.throughput import command, record
+from parity.measuring.throughput import command as report
+from parity.measuring.throughput.measure import row_without
+from parity.measuring.throughput.record import EMULATED, GpuState, Peak
+from parity.measuring.throughput.workload import COMPILED, EAGER, TE, Implementation, Workload
 from parity.user_error import UserError
 
 # The record of a measurement, and the numbers computed from it.

@@ -9,9 +9,9 @@ import kills
 import mishaps
 import pytest
 
+from lab import torture
+from lab.torture import HOSTILE, mutated
 from parity import shown
-from parity.lab import torture
-from parity.lab.torture import HOSTILE, mutated
 
 # Damaged files never raise, hang or run code, and reach a report only as text.
 

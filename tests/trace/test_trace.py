@@ -18,7 +18,7 @@ import parity
 from parity import te
 from parity.case.validate import check_case
 from parity.judge.directions import subtle_hypotheses
-from parity.lab.zoo.hosts import HOSTS
+from parity.measuring.hosts import HOSTS
 from parity.mistakes.catalogue import hypotheses
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.under import Outputs, Passes, outputs_under, tensors_under

@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from lab.zoo import rivals, trial
+from lab.zoo.bugs import BUGS, chosen, subject
+from lab.zoo.planting import Bug, planted
+from lab.zoo.rivals import RULES, Compared, module_of, rejected, rejects
+from lab.zoo.trial import CLEAN, LEAST_SEEDS, Trial, Verdict, filter_ratio, judge, measure, measure_added
 from parity import te
 from parity.case.case import Case
 from parity.case.validate import check_case
 from parity.comparison import explain_at, judge_at
 from parity.judge.limits import packaged
-from parity.lab.zoo import rivals, trial
-from parity.lab.zoo.bugs import BUGS, chosen, subject
-from parity.lab.zoo.hosts import HOSTS
-from parity.lab.zoo.planting import SIZES, Bug, planted
-from parity.lab.zoo.rivals import RULES, Compared, module_of, rejected, rejects
-from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Trial, Verdict, filter_ratio, judge, measure, measure_added
+from parity.measuring.hosts import HOSTS
+from parity.measuring.hosts.host import SIZES
 from parity.passes.prepare import Prepared, prepare
 from parity.te import PRECISIONS, Precision
 from parity.user_error import UserError

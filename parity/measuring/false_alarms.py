@@ -1,0 +1,330 @@
+"""Count how often right ports are rejected, on seeds, sizes and models that no limit was fitted to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy import stats
+
+from parity import te
+from parity.case.case import Case, Size
+from parity.case.validate import check_case
+from parity.comparison import compare_at
+from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, packaged
+from parity.machine import files
+from parity.measuring import right_ports
+from parity.measuring.record import Campaign, made, write_sections
+from parity.measuring.right_ports import DRAWN_MODELS, drawn
+from parity.report import environment
+from parity.report.numbers import markdown_table
+from parity.result import Result
+from parity.te import PRECISIONS, Backend, why_unavailable
+
+# Compare right ports in parallel processes, and record how each was judged.
+
+
+DRAWN = "drawn"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Say what to compare: each case at one size drawn for each seed, and for some seeds at its own sizes.
+
+    Attributes:
+        files: files of pairs that are known to agree, or ``right_ports.ZOO``.
+        precisions: their names; those that this machine cannot run are left out.
+        seeds: seeds of weights, inputs and sizes; none that the limits were fitted to.
+        own: for how many of the first seeds the cases' own sizes are compared, too.
+        backend: whose kernels run the TE modules.
+    """
+
+    files: tuple[str, ...]
+    precisions: tuple[str, ...]
+    seeds: tuple[int, ...]
+    own: int
+    backend: Backend | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Port:
+    """A right port.
+
+    Attributes:
+        file: the case's file.
+        case: the case's name.
+        precision: the precision's name.
+        seed: the seed of weights and inputs.
+        size: the index of one of the case's own sizes, or ``drawn``.
+    """
+
+    file: str
+    case: str
+    precision: str
+    seed: int
+    size: int | str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of comparing a port.
+
+    Attributes:
+        status: ``passed``, ``failed``, ``error`` or ``skipped``.
+        label: the size's label.
+        tensors: how many were compared.
+        statistics: how many were judged.
+        margins: for each statistic, the largest margin of all tensors; above 1 is a false alarm.
+        alarms: each statistic whose margin is above 1, in words.
+        reason: why there is no verdict.
+    """
+
+    status: str
+    label: str
+    tensors: int
+    statistics: int
+    margins: dict[str, float]
+    alarms: tuple[str, ...]
+    reason: str
+
+
+def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
+    """Compare the ports that the record lacks, and return the outcomes of all.
+
+    Args:
+        plan: what to compare.
+        path: the record, JSON lines, which belongs to one version of parity and its limits.
+        workers: how many processes to use, each with one thread.
+    """
+    campaign: Campaign[Port, Outcome] = Campaign(path, Outcome)
+    groups = _groups(plan)
+    ports = [port for group in groups for port in group]
+    with files.claimed(path):
+        done = campaign.finished(ports)
+        missing = [tuple(group) for group in groups if any(port not in done for port in group)]
+        for group, outcomes in made(missing, functools.partial(_compare, plan), "comparing", workers):
+            for port, outcome in zip(group, outcomes, strict=True):
+                campaign.keep(port, outcome)
+        return campaign.finished(ports)
+
+
+def _groups(plan: Plan) -> list[list[Port]]:
+    """Return the ports in groups of one case, seed and size, whose precisions share golden."""
+    kernels = te.kernels(plan.backend)
+    precisions = [name for name in plan.precisions if why_unavailable(PRECISIONS[name], kernels) is None]
+    groups = []
+    for number, seed in enumerate(plan.seeds):
+        for file in plan.files:
+            for case in right_ports.cases(file):
+                chosen = [name for name in precisions if case.runs_at(name)]
+                sizes = [*(range(len(case.sizes)) if number < plan.own else ()), DRAWN]
+                groups += [[Port(file, case.name, name, seed, size) for name in chosen] for size in sizes if chosen]
+    return groups
+
+
+def _compare(plan: Plan, ports: Sequence[Port]) -> list[Outcome]:
+    """Compare ports of one case. Runs in a worker process."""
+    case = right_ports.case(ports[0].file, ports[0].case)
+    return [_outcome(plan, case, port) for port in ports]
+
+
+def _outcome(plan: Plan, case: Case, port: Port) -> Outcome:
+    kernels = te.kernels(plan.backend)
+    sized = dataclasses.replace(case, sizes=(_size(case, port),))
+    (checked,) = check_case(sized, kernels.te)
+    return _judged(compare_at(sized, checked, PRECISIONS[port.precision], port.seed, kernels, packaged()))
+
+
+def _size(case: Case, port: Port) -> Size:
+    if isinstance(port.size, int):
+        return case.sizes[port.size]
+    return drawn(case, PRECISIONS[port.precision], port.seed)
+
+
+def _judged(result: Result) -> Outcome:
+    margins: dict[str, float] = {}
+    for tensor in result.tensors:
+        for check in tensor.checks:
+            margins[check.statistic] = max(margins.get(check.statistic, 0.0), check.margin)
+    alarms = tuple(
+        f"{tensor.label}: {check.statistic} {check.value:.3g}, limit {check.limit:.3g} {check.where}".strip()
+        for tensor in result.tensors
+        for check in tensor.checks
+        if check.margin > 1
+    )
+    return Outcome(
+        result.status,
+        result.size_label,
+        len(result.tensors),
+        sum(len(tensor.checks) for tensor in result.tensors),
+        margins,
+        alarms,
+        result.reason,
+    )
+
+
+# The report of a count of false alarms.
+
+
+CONFIDENCE = 0.95
+_INTRODUCTION = f"""\
+Ports that are known to be right, compared with the packaged limits, on seeds that the limits were not fitted to: at the
+cases' own sizes, which calibration knows, and at sizes drawn for each seed, which it does not (batches of 1 to 4, 2 to
+160 tokens, 1 to 8 heads, widths up to 384; multiples of 32 under a recipe). Models are drawn, too, which calibration
+has never seen: chains of up to four TE modules with plain lines of PyTorch between them, often followed by a
+loss (`parity/measuring/right_ports.py`). Every rejection is a false alarm. A *check* is one tensor of one
+port; each is judged by several statistics. The limits aim at a statistic of a right port beyond its own with a
+probability of {FALSE_ALARMS_A_RUN / STATISTICS_A_RUN:.0e}, which is an extrapolation that no count of this size can
+test. What the count does show is in the two columns *at most*: with {CONFIDENCE:.0%} confidence, a port, or a check, is
+rejected no more often (Clopper and Pearson, Biometrika 26(4), 1934). It holds for ports like these; and checks of one
+port often fail together, so the bound on ports says more."""
+_PLOT = """\
+For each statistic, the share of ports whose largest margin lies above a value; a limit is a margin of 1. A tail that
+falls steeply before 1 has room; one that is flat there would raise an alarm with more ports."""
+
+Outcomes = Mapping[Port, Outcome]
+
+
+def write_report(outcomes: Outcomes, backend: str, path: Path) -> None:
+    """Write the report, and its plot beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _plot(outcomes).savefig(path.with_suffix(".png"), dpi=110)
+    write_sections(path, _sections(outcomes, backend, path), "parity false-alarms")
+
+
+def upper_bound(alarms: int, checks: int) -> float:
+    """Return the upper bound on the probability of an alarm (one-sided Clopper-Pearson), which is 1 without checks."""
+    return float(stats.beta.ppf(CONFIDENCE, alarms + 1, checks - alarms)) if checks > alarms else 1.0
+
+
+def _sections(outcomes: Outcomes, backend: str, path: Path) -> Iterator[str]:
+    here = environment.measure(backend, (), 0)
+    seeds = sorted({port.seed for port in outcomes})
+    yield "# False alarms on right ports"
+    yield _INTRODUCTION
+    yield (
+        f"Kernels: {here.kernels}; {here.device}, {here.cpu}; TransformerEngine {te.version()}, torch {here.torch}. "
+        f"Seeds {seeds[0]} to {seeds[-1]}; the limits are of seeds {_fitted()}."
+    )
+    yield _table(outcomes)
+    yield "## Every false alarm"
+    yield _alarms(outcomes)
+    yield "## How near the limits right ports come"
+    yield _PLOT
+    yield f"![Share of ports above a margin, by statistic]({path.with_suffix('.png').name})"
+    yield _largest(outcomes)
+    unjudged = _unjudged(outcomes)
+    if unjudged:
+        yield "## Ports without a verdict"
+        yield unjudged
+
+
+def _fitted() -> str:
+    seeds = sorted({seed for entry in packaged().provenance.values() for seed in entry["seeds"]})
+    return ", ".join(map(str, seeds))
+
+
+def _by_precision(outcomes: Outcomes) -> dict[str, list[tuple[Port, Outcome]]]:
+    found: dict[str, list[tuple[Port, Outcome]]] = {}
+    for port, outcome in outcomes.items():
+        if outcome.status in ("passed", "failed"):
+            found.setdefault(port.precision, []).append((port, outcome))
+    return found
+
+
+def _table(outcomes: Outcomes) -> str:
+    rows = []
+    for precision, judged in _by_precision(outcomes).items():
+        checks = sum(outcome.tensors for _, outcome in judged)
+        rejected = sum(outcome.status == "failed" for _, outcome in judged)
+        alarmed = sum(len({alarm.split(":")[0] for alarm in outcome.alarms}) for _, outcome in judged)
+        rows.append(
+            [
+                f"`{precision}`",
+                f"{len(judged):,}",
+                f"{sum(port.size == DRAWN for port, _ in judged):,}",
+                f"{sum(port.file == DRAWN_MODELS for port, _ in judged):,}",
+                f"{checks:,}",
+                f"{sum(outcome.statistics for _, outcome in judged):,}",
+                rejected,
+                f"{upper_bound(rejected, len(judged)):.1e}",
+                alarmed,
+                f"{upper_bound(alarmed, checks):.1e}",
+            ]
+        )
+    headers = [
+        "precision",
+        "ports",
+        "of drawn size",
+        "drawn models",
+        "checks",
+        "statistics",
+        "ports rejected",
+        "at most",
+        "checks rejected",
+        "at most",
+    ]
+    return markdown_table(rows, headers, left=1)
+
+
+def _alarms(outcomes: Outcomes) -> str:
+    lines = [
+        f"- `{port.case}[{port.precision}-{outcome.label}]`, seed {port.seed}: {alarm}"
+        for port, outcome in outcomes.items()
+        for alarm in outcome.alarms
+    ]
+    return "\n".join(lines) or "None."
+
+
+def _largest(outcomes: Outcomes) -> str:
+    statistics = _statistics(outcomes)
+    rows = [
+        [f"`{precision}`", *(_text(max(_margins(judged, name), default=math.nan)) for name in statistics)]
+        for precision, judged in _by_precision(outcomes).items()
+    ]
+    headers = ["largest margin", *statistics]
+    return markdown_table(rows, headers)
+
+
+def _text(margin: float) -> str:
+    return "–" if math.isnan(margin) else f"{margin:.2f}"
+
+
+def _unjudged(outcomes: Outcomes) -> str:
+    reasons: dict[str, int] = {}
+    for port, outcome in outcomes.items():
+        if outcome.status not in ("passed", "failed"):
+            text = f"`{port.case}` in `{port.precision}`: {outcome.reason}"
+            reasons[text] = reasons.get(text, 0) + 1
+    return "\n".join(f"- {text} ({count} times)" for text, count in reasons.items())
+
+
+def _statistics(outcomes: Outcomes) -> list[str]:
+    return list(dict.fromkeys(name for outcome in outcomes.values() for name in outcome.margins))
+
+
+def _margins(judged: Sequence[tuple[Port, Outcome]], statistic: str) -> list[float]:
+    return [outcome.margins[statistic] for _, outcome in judged if statistic in outcome.margins]
+
+
+def _plot(outcomes: Outcomes) -> Figure:
+    precisions = _by_precision(outcomes)
+    columns = min(4, max(1, len(precisions)))
+    rows = max(1, math.ceil(len(precisions) / columns))
+    figure = Figure(figsize=(3.6 * columns, 3.2 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    for axis, (precision, judged) in zip(axes.flat, precisions.items(), strict=False):
+        for statistic in _statistics(outcomes):
+            margins = np.sort(_margins(judged, statistic))
+            axis.step(margins, 1 - np.arange(len(margins)) / max(1, len(margins)), where="pre", label=statistic)
+        axis.axvline(1.0, color="black", linestyle=":")
+        axis.set(title=precision, xlabel="margin", ylabel="share of ports above", yscale="log", xlim=(0, 1.3))
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
+    return figure
