@@ -24,11 +24,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from parity.case.training import Model
 from parity.shown import said
+from parity.te import emulation
 from parity.trace.whose import is_of_te
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
-    from parity.te import Kernels, emulation
+    from parity.te import Kernels
 
 Capture = Callable[..., Callable[..., Tensor] | None]
 

@@ -195,7 +195,6 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("throughput", "my_pairs.py", "--precisions", "bf15"), ("'bf15' in --precisions;",)),
         (("throughput", "my_pairs.py", "-p", "fp32", "-p", "bf15"), ("'bf15' in --precisions;",)),
         (("run", "my_pairs.py", "--precisions", "fp32,bf15"), ("'bf15' in --precision;",)),
-        (("zoo", "--precision", "bf15"), ("unknown precision 'bf15' in --precision; did you mean bf16?",)),
         (("false-alarms", "my_pairs.py", "--seeds", "none"), ("--seeds is 'none'",)),
         (("calibrate", "my_pairs.py", "-o", "my_pairs.py/table.json"), ("-o is", "a file, but should be a folder")),
         (("calibrate", "my_pairs.py", "-p", "fp32", "-n", "1"), ("input gradients in fp32", "5 different tensors")),
@@ -481,7 +480,7 @@ def test_a_backend_that_is_not_there_ends_in_a_sentence_and_code_2(
     assert_mistake(done, "no real TransformerEngine kernels here: PyTorch sees no CUDA device")
 
 
-@pytest.mark.parametrize("name", ["calibrate", "false-alarms", "zoo"])
+@pytest.mark.parametrize("name", ["calibrate", "false-alarms"])
 def test_a_command_needs_a_process(command: Command, name: str) -> None:
     assert_mistake(command(name, "-n", "0"), "'-n'", "greater than or equal to 1")
 

@@ -12,13 +12,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from lab.__main__ import app as lab
 from parity.cli import app, shared
 from parity.progress import QUIET
 from parity.settings import PRECISION_NAMES
 from parity.user_error import UserError
 
-TOP = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-COMMANDS = {**{name: each for name, each in TOP.items() if name != "lab"}, "lab same": TOP["lab"].commands["same"]}
+OF_USERS, OF_DEVELOPERS = (typer.main.get_command(each).commands for each in (app, lab))  # type: ignore[attr-defined]
+APPS = dict.fromkeys(OF_USERS, (app, "parity")) | dict.fromkeys(OF_DEVELOPERS, (lab, "python -m lab"))
+COMMANDS = OF_USERS | OF_DEVELOPERS
 PAIRS = """
 import parity
 from parity import pair
@@ -33,20 +35,22 @@ for kind in ("a", "b"):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_ends_with_two_or_three_of_its_calls(name: str) -> None:
-    shown = CliRunner().invoke(app, [*name.split(), "--help"]).output
+    of, start = APPS[name]
+    shown = CliRunner().invoke(of, [name, "--help"]).output
     _, examples = shown.split("Examples:\n")
     calls = [line.strip() for line in examples.splitlines() if line.strip()]
     assert 1 <= len(calls) <= 3
-    assert f"parity {name}" in calls[0]
+    assert f"{start} {name}" in calls[0]
     known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
-    own = [call for call in calls if re.search(rf"parity {name}\b", call)]
-    asked = {option for call in own for option in re.findall(r"(?<=\s)--?[a-z][a-z-]*", call.partition("parity")[2])}
+    own = [call for call in calls if re.search(rf"{start} {name}\b", call)]
+    given = [call.partition(f"{start} {name}")[2] for call in own]
+    asked = {option for each in given for option in re.findall(r"(?<=\s)--?[a-z][a-z-]*", each)}
     assert asked <= known
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_cuts_no_sentence_short(name: str) -> None:
-    assert COMMANDS[name].get_short_help_str(limit=62).endswith(".") or name == "lab same"
+    assert COMMANDS[name].get_short_help_str(limit=62).endswith(".")
 
 
 @pytest.mark.parametrize(

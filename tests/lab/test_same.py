@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab import same
-from parity import cli
+from lab.__main__ import app
+from parity.cli import main
 from parity.report import record
 from parity.user_error import UserError
 
@@ -133,8 +134,8 @@ def test_the_command_says_by_how_much_and_exits_with_1_if_something_differs(
 ) -> None:
     old = write(tmp_path / "old.jsonl", {"run": RUN, "result": RESULT})
     new = write(tmp_path / "new.jsonl", {"run": RUN, "result": {**RESULT, "error": error}})
-    monkeypatch.setattr("sys.argv", ["parity", "lab", "same", str(old), str(new)])
+    monkeypatch.setattr("sys.argv", ["lab", "same", str(old), str(new)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main(commands=app)
     assert ended.value.code == code
     assert says in capsys.readouterr().out

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
+from lab.__main__ import app
 from lab.studies import catalogue
 from lab.studies.fp8_accumulation import Settings
-from parity.cli import app
 from parity.user_error import UserError
 
 

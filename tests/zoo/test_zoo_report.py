@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lab.__main__ import app
 from lab.zoo import report
 from lab.zoo.bugs import BUGS
 from lab.zoo.report import PARITY, Count, Place
 from lab.zoo.rivals import RULES
 from lab.zoo.trial import CLEAN, Asked, Plan, Signal, Trial, Verdict, _sections, asked_of, is_rejected, shown
-from parity.cli import app
 from parity.numerics.kernel_choices import CHOICES
 
 # The zoo's counts, report and command.
