@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -17,7 +16,6 @@ from torch import nn
 from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
 from parity.judge import pictures
-from parity.judge.asked import Asked, CandidateRun, Noted, run_again, unnoted
 from parity.judge.candidate import TeModules, by_recalling, repeat, told
 from parity.judge.directions import Direction, directions
 from parity.judge.judge import (
@@ -33,8 +31,10 @@ from parity.judge.judge import (
 )
 from parity.judge.limits import Table
 from parity.judge.pictures import log_prob_outputs, pictured
+from parity.judge.request import CandidateRun, OnProgress, Request, ignore_progress, run_again
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.mistakes.codes import finding
+from parity.numerics.errors import Truth
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
 from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
 from parity.numerics.plain import plain_calls
@@ -63,7 +63,7 @@ from parity.passes.refusals import (
     proves_nothing,
     remarks,
 )
-from parity.result import PROBED, Result, TensorResult, as_printable
+from parity.result import PROBED, Kind, Result, TensorResult, as_printable
 from parity.shown import raised, said
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
@@ -76,6 +76,69 @@ from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls,
 from parity.user_error import INTERRUPTS, UserError
 
 NOT_SEARCHED = "the cause was not searched for, because of diagnose=False or --parity-diagnosis=no"
+
+
+@dataclass(eq=False)
+class Comparison:
+    """One comparison, filled step by step from top to bottom. A step that ends it leaves the next ones empty.
+
+    Attributes:
+        request: what is compared, and how.
+        prepared: golden and everything else that all passes share.
+        known: directions of the mistakes that a port could make.
+        log_probs: names of the outputs that are log-probabilities of tokens.
+        candidate: the candidate's pass.
+        models: the rounding model's tensors, for each way in which faithful kernels compute.
+        tensors: the verdicts on every tensor, after a second look if one was needed.
+        port: what the port was seen to do outside TE, as far as it affects the verdicts.
+        remarks: sentences on how this and other faithful kernels changed the verdicts.
+        result: the result, without the findings that a search for the cause adds.
+        needs_cause: whether the result is a failure whose cause is not known yet.
+        parts: the comparisons of the parts, if outputs are judged in separate parts.
+        whole: the request for all parts together, if the cause is to be searched for there first.
+    """
+
+    request: Request
+    prepared: Prepared = field(init=False)
+    known: tuple[Direction, ...] = ()
+    log_probs: tuple[str, ...] = ()
+    candidate: CandidateRun = field(init=False)
+    models: list[Tensors] = field(default_factory=list)
+    tensors: tuple[TensorResult, ...] = ()
+    port: Port = field(default_factory=Port)
+    remarks: tuple[str, ...] = ()
+    result: Result = field(init=False)
+    needs_cause: bool = False
+    parts: tuple[Comparison, ...] = ()
+    whole: Request | None = None
+
+    def ended(self, result: Result) -> Comparison:
+        """Return this comparison, which ends with a result."""
+        self.result = result
+        return self
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Return whether there is something to explain."""
+        return self.needs_cause or any(part.needs_cause for part in self.parts)
+
+    @property
+    def passed(self) -> bool:
+        """Return whether every tensor is within its limits."""
+        return all(tensor.passed for tensor in self.tensors)
+
+    @property
+    def unlike(self) -> str:
+        """Why a candidate whose numbers are right is not a drop-in replacement; empty if it is."""
+        golden, candidate = self.prepared.golden, self.candidate
+        return (
+            effects.written_by_candidate_alone(golden.changed_inputs, candidate.changed_inputs)
+            or effects.detached_by_candidate_alone(golden.detached_outputs, candidate.detached_outputs)
+            or candidate.left_out
+        )
+
+
+# The whole way: a verdict, and the cause of a failure.
 
 
 def compare_at(
@@ -97,8 +160,8 @@ def compare_at(
         diagnosis: seconds of real time that the search may take; 0 for no limit, with which it finds the same on every
             machine; None for no search.
     """
-    judged = judge_at(case, checked, precision, seed, kernels, calibration, attention, determinism)
-    return explain_at(judged, diagnosis)
+    comparison = judge_at(case, checked, precision, seed, kernels, calibration, attention, determinism)
+    return explain_at(comparison, diagnosis)
 
 
 def judge_at(
@@ -111,269 +174,177 @@ def judge_at(
     attention: AttentionBackend | None = None,
     determinism: bool = False,
     other_kernels: bool = True,
-    made: CandidateRun | None = None,
-    noted: Noted = unnoted,
-) -> Judged:
+    candidate_run: CandidateRun | None = None,
+    on_progress: OnProgress = ignore_progress,
+) -> Comparison:
     """Take the first step of ``compare_at``: reach the verdict, which the search for the cause does not change.
 
     Args:
         other_kernels: whether to allow for what other faithful kernels may do (``parity.numerics.kernel_choices``); a
             verdict without it shows what that allowance costs.
-        made: the candidate's pass, if it has been made already.
-        noted: see ``Asked``; for callers that need a verdict even if the process dies during a second look.
+        candidate_run: the candidate's pass, if it has been made already.
+        on_progress: see ``Request``; for callers that need a verdict even if the process dies during a second look.
     """
     began = time.perf_counter()
-    asked = Asked(
-        *(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels, made, noted)
-    )
+    at = case, checked, precision, seed, kernels
+    request = Request(*at, calibration, attention, determinism, other_kernels, candidate_run, on_progress)
+
+    def end_with_error(error: BaseException) -> Comparison:
+        return Comparison(request).ended(_unexpected_error(request, error))
+
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
-        judged = unless_raised(lambda: _judged_in_parts(asked), partial(broken_off, asked))
-    result = dataclasses.replace(noting(judged.result, disturbed), seconds=time.perf_counter() - began)
-    return dataclasses.replace(judged, result=as_printable(result))
+        comparison = catching(lambda: _judge_in_parts(request), end_with_error)
+    result = with_side_effect_notes(comparison.result, disturbed)
+    return comparison.ended(as_printable(replace(result, seconds=time.perf_counter() - began)))
 
 
-def explain_at(judged: Judged, diagnosis: float | None) -> Result:
+def explain_at(comparison: Comparison, diagnosis: float | None) -> Result:
     """Take the second step of ``compare_at``: return the result with the findings of a failure.
 
     ``diagnosis`` is the same as there.
     """
-    result = judged.result
-    if not judged.is_unexplained:
+    result = comparison.result
+    if not comparison.is_unexplained:
         return result
     if diagnosis is None:
-        return dataclasses.replace(result, notes=(*result.notes, NOT_SEARCHED))
+        return replace(result, notes=(*result.notes, NOT_SEARCHED))
     began = time.perf_counter()
     with usual_modes(), undisturbed(mixed(result.seed, "the search")) as disturbed:
-        explained = unless_raised(lambda: _explained_in_parts(judged, diagnosis), partial(without_cause, result))
-    explained = as_printable(noting(explained, disturbed))
+        explained = catching(lambda: _explain_in_parts(comparison, diagnosis), partial(without_cause, result))
+    explained = as_printable(with_side_effect_notes(explained, disturbed))
     notes = dict.fromkeys((*explained.notes, *result.notes))  # a search in parts has only their notes
-    return dataclasses.replace(explained, notes=tuple(notes), seconds=result.seconds + time.perf_counter() - began)
+    return replace(explained, notes=tuple(notes), seconds=result.seconds + time.perf_counter() - began)
 
 
-def noting(result: Result, disturbed: Disturbed) -> Result:
-    """Return the result with notes on what the pair's code changed in the process.
+# Outputs in parts: single numbers, such as a loss, are judged apart from larger outputs.
 
-    A change that cannot be undone turns a pass into an error.
+
+def _judge_in_parts(request: Request) -> Comparison:
+    """Judge each part of the outputs by itself, and the whole as well if a part cannot be compared."""
+    cases = _list_parts(request)
+    if len(cases) == 1:
+        return _judge(replace(request, case=cases[0]))
+    parts: list[Comparison] = []
+    for case in cases:
+        fails = any(one.result.status == "failed" for one in parts)  # stays noted while the others are compared
+        on_progress = ignore_progress if fails else request.on_progress
+        parts.append(_judge(replace(request, case=case, on_progress=on_progress)))
+    whole = None
+    if any(one.result.status == "error" for one in parts):
+        parts = [_judge(request), *(one for one in parts if one.result.status != "error")]
+    elif parts[-1].result.status == "failed":
+        whole = replace(request, on_progress=ignore_progress)
+    return Comparison(request, parts=tuple(parts), whole=whole).ended(merged([one.result for one in parts]))
+
+
+def _list_parts(request: Request) -> list[Case]:
+    """Return the case once for each part of its outputs that is compared by itself."""
+    case, checked, kernels = request.case, request.checked, request.kernels
+    if request.candidate_run is not None:  # that pass is of all outputs together
+        return [case]
+    known = parts_known(case, checked)
+    if known is None and why_unavailable(request.precision, kernels) is None:
+        at = case, checked, request.precision.dtype, request.seed, kernels
+        try:
+            outputs = prepare(*at).golden
+        except Exception:  # the comparison itself will report it
+            return [case]
+        known = parts(case, checked, outputs)
+        if len(known) > 1:
+            release(*at)
+    return known or [case]
+
+
+def _explain_in_parts(comparison: Comparison, seconds: float) -> Result:
+    """Search for the cause of a failure, first in all outputs together if the larger ones failed.
+
+    A cause of the larger outputs' errors must also explain the single numbers beside them. If only a number failed, or
+    this search finds no cause, the failed parts are searched one by one.
     """
-    noted = dataclasses.replace(result, notes=(*result.notes, *filter(None, (disturbed.note, disturbed.problem))))
-    if disturbed.problem and result.passed:
-        return dataclasses.replace(noted, status="error", reason=disturbed.problem, tensors=())
-    return noted
+    if comparison.needs_cause:
+        return _explain(comparison, seconds)
+    whole = None if comparison.whole is None else _judge(comparison.whole)
+    if whole is not None and whole.needs_cause:
+        explained = _explain(whole, seconds)
+        if is_explained(explained):
+            return replace(comparison.result, findings=explained.findings)
+    return merged([_explain(one, seconds) if one.needs_cause else one.result for one in comparison.parts])
 
 
-_Told = TypeVar("_Told")
+# One part: run every pass, judge every tensor, decide.
 
 
-def unless_raised(run: Callable[[], _Told], otherwise: Callable[[BaseException], _Told]) -> _Told:
-    """Return what ``run`` returns or, if it raises, what ``otherwise`` makes of the error; only Ctrl-C gets through.
-
-    Any call of a pair's code may raise anything. Because this catches it, no step has to say what it may raise, and a
-    comparison always has a result.
-    """
+def _judge(request: Request) -> Comparison:
+    """Compare the outputs of one part, or all of them."""
+    comparison = Comparison(request)
+    unavailable = why_refused(request.precision, request.kernels)
+    if unavailable is not None:
+        return comparison.ended(request.result("skipped", reason=unavailable))
     try:
-        return run()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        forget()  # a pass may have left the reference half changed
-        return otherwise(error)
+        _run_passes(comparison)
+    except NotOffered as error:
+        return comparison.ended(request.result("skipped", reason=said(error)))
+    except UserError as error:
+        return comparison.ended(request.result("error", reason=said(error)))
+    except _PassRaised as error:
+        forget()  # the pass may have left the reference half changed
+        return comparison.ended(_error_result(request, said(error), error.__cause__ or error))
+    try:
+        _judge_tensors(comparison)
+        result = _decide(comparison)
+    except UserError as error:  # the table has no law for it
+        result = request.result("error", reason=said(error))
+    candidate = comparison.candidate
+    result = replace(
+        result,
+        tensors=_add_digests(result.tensors, candidate.tensors),
+        attention=candidate.attention,
+        determinism=candidate.determinism,
+        equals=candidate.equals,
+    )
+    # Only a search for the cause needs the passes, which may take much memory.
+    return (comparison if comparison.needs_cause else Comparison(request)).ended(result)
 
 
-def broken_off(asked: Asked, error: BaseException) -> Judged:
-    """Return an error for a comparison that raised where no step expects it, such as in the candidate's later calls."""
-    is_users = bool(users_line(error))
-    whose = "the pair's code" if is_users else "parity itself, because of a bug or an unusual tensor,"
-    reason = f"{whose} raised {_raised_at(error)}"
-    return Judged(asked.result("error", reason=reason, traceback=way_there(error), device_error=classify(error)))
+def _add_digests(judged: Sequence[TensorResult], computed: Tensors) -> tuple[TensorResult, ...]:
+    """Return the verdicts with checksums of the candidate's tensors; tensors derived from these have none."""
+    return tuple(
+        replace(each, digest=checksum(computed[each.key])) if each.key in computed else each for each in judged
+    )
 
 
-def error_of(asked: Asked, error: BaseException) -> Result:
-    """Return an error for a comparison over ranks or a training in which something raised, such as a step."""
-    if isinstance(error, UserError):
-        return asked.result("error", reason=said(error))
-    return broken_off(asked, error).result
-
-
-def _raised_at(error: BaseException) -> str:
-    """Return what was raised, and the user's line that was running."""
-    return "; at ".join(filter(None, (raised(error), users_line(error))))
-
-
-def without_cause(verdict: Result, error: BaseException) -> Result:
-    """Return the verdict, which still stands, with a note that the search for its cause raised."""
-    note = f"the search for the cause raised {_raised_at(error)}"
-    return dataclasses.replace(verdict, notes=(*verdict.notes, note), device_error=classify(error))
-
-
-@dataclass(frozen=True, eq=False)
-class _Ran:
-    """Hold what a comparison computes before it judges.
-
-    Attributes:
-        prepared: golden and everything else that all passes share.
-        known: directions of the mistakes that a port could make.
-        models: the rounding model's tensors, for each way in which faithful kernels compute.
-        made: the candidate's pass.
-        log_probs: names of the outputs that are log-probabilities of tokens.
-    """
-
-    prepared: Prepared
-    known: tuple[Direction, ...]
-    models: list[Tensors]
-    made: CandidateRun
-    log_probs: tuple[str, ...] = ()
-
-    @property
-    def unlike(self) -> str:
-        """Why a candidate whose numbers are right is not a drop-in replacement; empty if it is."""
-        golden = self.prepared.golden
-        return (
-            effects.written_by_candidate_alone(golden.changed_inputs, self.made.changed_inputs)
-            or effects.detached_by_candidate_alone(golden.detached_outputs, self.made.detached_outputs)
-            or self.made.left_out
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Judged:
-    """A result up to the verdict, before the search for a cause.
-
-    Attributes:
-        result: the result without findings.
-        unexplained: what a search for the cause needs; None if there is nothing to explain.
-        parts: the verdicts on the parts, if outputs are judged in separate parts.
-        whole: the request, if the cause is to be searched for in all outputs together first.
-    """
-
-    result: Result
-    unexplained: _Unexplained | None = None
-    parts: tuple[Judged, ...] = ()
-    whole: Asked | None = None
-
-    @property
-    def is_unexplained(self) -> bool:
-        """Return whether there is something to explain."""
-        return self.unexplained is not None or any(part.unexplained is not None for part in self.parts)
+# The passes.
 
 
 class _PassRaised(Exception):
     """Raised if a part of the pair raised; the message says which part, what and where, and that error is its cause."""
 
 
-def _judged_in_parts(asked: Asked) -> Judged:
-    """Judge each part of the outputs by itself, and the whole as well if a part cannot be compared."""
-    cases = _parts(asked)
-    if len(cases) == 1:
-        return _compared(dataclasses.replace(asked, case=cases[0]))
-    judged: list[Judged] = []
-    for case in cases:
-        fails = any(one.result.status == "failed" for one in judged)  # stays noted while the others are compared
-        judged.append(_compared(dataclasses.replace(asked, case=case, noted=unnoted if fails else asked.noted)))
-    if any(one.result.status == "error" for one in judged):
-        judged = [_compared(asked), *(one for one in judged if one.result.status != "error")]
-        return Judged(merged([one.result for one in judged]), parts=tuple(judged))
-    whole = dataclasses.replace(asked, noted=unnoted) if judged[-1].result.status == "failed" else None
-    return Judged(merged([one.result for one in judged]), parts=tuple(judged), whole=whole)
-
-
-def _explained_in_parts(judged: Judged, seconds: float) -> Result:
-    """Search for the cause of a failure, first in all outputs together if the larger ones failed.
-
-    A cause of the larger outputs' errors must also explain the single numbers beside them. If only a number failed, or
-    this search finds no cause, the failed parts are searched one by one.
-    """
-    if judged.unexplained is not None:
-        return _explained(judged.result, judged.unexplained, seconds)
-    whole = None if judged.whole is None else _compared(judged.whole)
-    if whole is not None and whole.unexplained is not None:
-        explained = _explained(whole.result, whole.unexplained, seconds)
-        if is_explained(explained):
-            return dataclasses.replace(judged.result, findings=explained.findings)
-    parts = (
-        one.result if one.unexplained is None else _explained(one.result, one.unexplained, seconds)
-        for one in judged.parts
-    )
-    return merged(list(parts))
-
-
-def _parts(asked: Asked) -> list[Case]:
-    """Return the case once for each part of its outputs that is compared by itself."""
-    case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
-    if asked.made is not None:  # that pass is of all outputs together
-        return [case]
-    known = parts_known(case, checked)
-    if known is None and why_unavailable(precision, kernels) is None:
-        try:
-            outputs = prepare(case, checked, precision.dtype, seed, kernels).golden
-        except Exception:  # the comparison itself will report it
-            return [case]
-        known = parts(case, checked, outputs)
-        if len(known) > 1:
-            release(case, checked, precision.dtype, seed, kernels)
-    return known or [case]
-
-
-def _compared(asked: Asked) -> Judged:
-    unavailable = why_refused(asked.precision, asked.kernels)
-    if unavailable is not None:
-        return Judged(asked.result("skipped", reason=unavailable))
-    try:
-        ran = _run(asked)
-    except NotOffered as error:
-        return Judged(asked.result("skipped", reason=said(error)))
-    except UserError as error:
-        return Judged(asked.result("error", reason=said(error)))
-    except _PassRaised as error:
-        forget()  # the pass may have left the reference half changed
-        cause = error.__cause__ or error
-        told = asked.result("error", reason=said(error), traceback=way_there(cause), device_error=classify(cause))
-        return Judged(told)
-    try:
-        judged = _judged(asked, ran)
-    except UserError as error:  # the table has no law for it
-        judged = Judged(asked.result("error", reason=said(error)))
-    result = dataclasses.replace(
-        judged.result,
-        tensors=_with_digests(judged.result.tensors, ran.made.tensors),
-        attention=ran.made.attention,
-        determinism=ran.made.determinism,
-        equals=ran.made.equals,
-    )
-    return dataclasses.replace(judged, result=result)
-
-
-def _with_digests(judged: Sequence[TensorResult], computed: Tensors) -> tuple[TensorResult, ...]:
-    """Return the verdicts with checksums of the candidate's tensors; tensors derived from these have none."""
-    return tuple(
-        dataclasses.replace(each, digest=checksum(computed[each.key])) if each.key in computed else each
-        for each in judged
-    )
-
-
-def _run(asked: Asked) -> _Ran:
-    """Run every pass.
+def _run_passes(comparison: Comparison) -> None:
+    """Run the reference in FP64, the candidate, and the reference under the rounding model.
 
     Raises:
         NotOffered: if TE does not offer the requested attention backend.
         UserError: if the pair does not fit together, or nothing could be judged.
         _PassRaised: if one of its modules raises.
     """
-    case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
-    with _step("the reference in FP64"):
-        prepared = prepare(case, checked, precision.dtype, seed, kernels)
-    of_tokens = log_prob_outputs(prepared)
-    known = directions(prepared)  # before other passes, since golden's calls hold memory until then
-    with _step("the candidate"):
-        made = asked.made or _candidate_run(asked, prepared)
-    prepared = as_returned(prepared, made.tensors)
-    with _step(f"the reference under the rounding model of {precision.name}"):
-        models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
-    return _Ran(prepared, known, models, made, of_tokens)
+    request = comparison.request
+    precision = request.precision
+    with _naming_what_raises("the reference in FP64"):
+        prepared = prepare(request.case, request.checked, precision.dtype, request.seed, request.kernels)
+    comparison.log_probs = log_prob_outputs(prepared)
+    comparison.known = directions(prepared)  # before other passes, since golden's calls hold memory until then
+    with _naming_what_raises("the candidate"):
+        comparison.candidate = request.candidate_run or _run_candidate(request, prepared)
+    comparison.prepared = prepared = as_returned(prepared, comparison.candidate.tensors)
+    with _naming_what_raises(f"the reference under the rounding model of {precision.name}"):
+        comparison.models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
 
 
-def _candidate_run(asked: Asked, prepared: Prepared) -> CandidateRun:
+def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
     """Build and run the candidate, and watch what it does besides returning numbers."""
-    case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
+    case, checked, precision = request.case, request.checked, request.precision
+    seed, kernels = request.seed, request.kernels
     before = RandomState.now(kernels.device)
     ran: list[Pass] = []
     recomputes, recalled, te_modules = Recomputes(), Recalled(), TeModules()
@@ -384,15 +355,16 @@ def _candidate_run(asked: Asked, prepared: Prepared) -> CandidateRun:
         te_modules.of(module)
 
     looked = quantization_seen() if precision.recipe else nullcontext([""])
-    with attention_backends(asked.attention) as seen, watched as te_called, recomputes.recorded(), looked as quantized:
+    on_backend = attention_backends(request.attention)
+    with on_backend as seen, watched as te_called, recomputes.recorded(), looked as quantized:
         candidate, unreached = run_candidate(
             *(case, checked, prepared, precision, seed, kernels, watch, ran.append, recalled)
         )
     draws = not RandomState.now(kernels.device).is_as(before)
-    again = partial(run_again, asked, prepared)
+    again = partial(run_again, request, prepared)
     left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, again)
     repeated = None
-    if asked.determinism:
+    if request.determinism:
         repeated = repeat(partial(again, recalled=Recalled()), candidate, before, kernels.device)
     return CandidateRun(
         tensors=candidate,
@@ -412,7 +384,7 @@ def _candidate_run(asked: Asked, prepared: Prepared) -> CandidateRun:
 
 
 @contextmanager
-def _step(which: str) -> Iterator[None]:
+def _naming_what_raises(which: str) -> Iterator[None]:
     try:
         yield
     except (NotOffered, UserError, *INTERRUPTS):
@@ -420,11 +392,11 @@ def _step(which: str) -> Iterator[None]:
     except BaseException as error:
         part, where, line = part_that_raised(error) or which, submodule(error), users_line(error)
         told = f"{part} raised {type(error).__name__}: {first_paragraph(error)}"
-        places = (f"in {where}" if where else "", f"at {line}" if line else "", _advice(error))
+        places = (f"in {where}" if where else "", f"at {line}" if line else "", _advise_on(error))
         raise _PassRaised("; ".join(filter(None, (told, *places)))) from error
 
 
-def _advice(error: BaseException) -> str:
+def _advise_on(error: BaseException) -> str:
     """Return what to do about an error that is well known, or an empty text.
 
     Known are shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), a layer that is not recomputed
@@ -440,73 +412,63 @@ def _advice(error: BaseException) -> str:
     return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
 
 
-def _seen_of_port(asked: Asked, prepared: Prepared) -> Port:
+def _observe_port(request: Request, prepared: Prepared) -> Port:
     """Run the candidate again, and return what it rounds outside TE's modules and what it chooses."""
-    precision = asked.precision
+    precision = request.precision
     with (
         own_recipes(precision.recipe is not None) as recipes,
         steps_seen(precision.dtype) as steps,
         choices_seen(choices_in(prepared, precision.rounding)) as choices,
         plain_calls(precision.dtype) as names,  # last, since it looks at which code surrounds the calls
     ):
-        run_again(asked, prepared)
+        run_again(request, prepared)
     return Port(tuple(sorted(names)), together(steps), tuple(choices), tuple(dict.fromkeys(recipes)))
 
 
-@dataclass(frozen=True)
-class _Verdicts:
-    """The verdicts on every tensor, after a second look if one was needed.
-
-    Attributes:
-        tensors: the verdicts.
-        port: what the port was seen to do outside TE, as far as it affects the verdicts.
-        remarks: sentences on how this and other faithful kernels changed the verdicts.
-        ran: the passes that they judge, in which the model chooses as the port did.
-    """
-
-    tensors: tuple[TensorResult, ...]
-    port: Port
-    remarks: tuple[str, ...]
-    ran: _Ran
+# The verdicts on every tensor.
 
 
-def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
-    prepared, precision, known = ran.prepared, asked.precision, ran.known
-    truths = golden_truths(prepared)
+def _judge_tensors(comparison: Comparison) -> None:
+    """Judge every tensor, and look again at what fails or hangs on a choice."""
+    judge_by = partial(_judge_by, comparison, golden_truths(comparison.prepared))
+    comparison.tensors = judge_by(comparison.models)
+    if comparison.passed:
+        if rounding_chooses(comparison.prepared, comparison.request.precision.rounding):
+            _rejudge(comparison, judge_by)
+        return
+    comparison.request.on_progress(_provisional_failure(comparison), False)
 
-    def judge_by(
-        modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN, leaning: Sequence[Tensors] = ()
-    ) -> tuple[TensorResult, ...]:
-        modelled = _with_sums(modelled, ran.made.summed)
-        golden = answerable(truths, modelled, ran.made.tensors)
-        judged = judge(golden, modelled, ran.made.tensors, precision, asked.calibration, known, drawn, leaning)
-        return gradients_of(asked.case, judged)
+    def keep_first_look(error: BaseException) -> None:
+        what = f"the second look, which tells chance from a mistake, raised {_say_where_raised(error)}"
+        comparison.remarks = (f"{what}; the first look counts",)
 
-    first_look = judge_by(ran.models)
-    if all(tensor.passed for tensor in first_look):
-        if not rounding_chooses(prepared, precision.rounding):
-            return _Verdicts(first_look, Port(), (), ran)
-        return _looked_at_again(asked, ran, judge_by, first_look)
-    asked.noted(_so_far(asked, ran, first_look), False)
-
-    def first_look_alone(error: BaseException) -> _Verdicts:
-        told = f"the second look, which tells chance from a mistake, raised {_raised_at(error)}; the first look counts"
-        return _Verdicts(first_look, Port(), (told,), ran)
-
-    verdicts = unless_raised(lambda: _looked_at_again(asked, ran, judge_by, first_look), first_look_alone)
-    passes = all(tensor.passed for tensor in verdicts.tensors)
-    asked.noted(None if passes else _so_far(asked, ran, verdicts.tensors, verdicts.remarks), True)
-    return verdicts
+    catching(lambda: _rejudge(comparison, judge_by), keep_first_look)
+    comparison.request.on_progress(None if comparison.passed else _provisional_failure(comparison), True)
 
 
-def _so_far(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult], notes: tuple[str, ...] = ()) -> Result:
+def _judge_by(
+    comparison: Comparison,
+    truths: Mapping[tuple[Kind, str], Truth],
+    modelled: Sequence[Tensors],
+    drawn: Drawn = NONE_DRAWN,
+    leaning: Sequence[Tensors] = (),
+) -> tuple[TensorResult, ...]:
+    """Return the verdicts on every tensor by these runs of the rounding model."""
+    request, tensors = comparison.request, comparison.candidate.tensors
+    modelled = _add_sums(modelled, comparison.candidate.summed)
+    golden = answerable(truths, modelled, tensors)
+    limits = request.precision, request.calibration, comparison.known
+    return gradients_of(request.case, judge(golden, modelled, tensors, *limits, drawn, leaning))
+
+
+def _provisional_failure(comparison: Comparison) -> Result:
     """Return the failure that stands if nothing more becomes known."""
-    made = ran.made
-    told = asked.result("failed", tensors=tuple(tensors), findings=made.recomputed, notes=notes)
-    return as_printable(dataclasses.replace(told, attention=made.attention, determinism=made.determinism))
+    candidate, tensors, notes = comparison.candidate, comparison.tensors, comparison.remarks
+    result = comparison.request.result("failed", tensors=tensors, findings=candidate.recomputed, notes=notes)
+    return as_printable(replace(result, attention=candidate.attention, determinism=candidate.determinism))
 
 
-def _with_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:
+def _add_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:
     """Return the models' tensors with what sums over micro-batches lose, added and subtracted in turn."""
     if not summed:
         return models
@@ -517,105 +479,123 @@ def _with_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:
     ]
 
 
-def _looked_at_again(
-    asked: Asked, ran: _Ran, judge_by: Callable[..., tuple[TensorResult, ...]], first_look: tuple[TensorResult, ...]
-) -> _Verdicts:
+def _rejudge(comparison: Comparison, judge_by: Callable[..., tuple[TensorResult, ...]]) -> None:
     """Judge again, allowing for what this port was seen to do and for what other kernels or roundings may do."""
-    precision, models = asked.precision, ran.models
-    port = _seen_of_port(asked, ran.prepared)
-    prepared = dataclasses.replace(ran.prepared, made=port.choices)
-    if port.steps is not None and not all(tensor.passed for tensor in first_look):
-        models = [run_model(prepared, precision.rounding, one) for one in Port(steps=port.steps).freedoms]
+    request, models, first_look = comparison.request, comparison.models, comparison.tensors
+    rounding, dtype = request.precision.rounding, request.precision.dtype
+    port = _observe_port(request, comparison.prepared)
+    prepared = replace(comparison.prepared, made=port.choices)
+    if port.steps is not None and not comparison.passed:
+        models = [run_model(prepared, rounding, one) for one in Port(steps=port.steps).freedoms]
         first_look = judge_by(models)
     alike = first_look
     if port.choices:
-        models = choosing_alike(prepared, precision.rounding, port)
+        models = choosing_alike(prepared, rounding, port)
         alike = judge_by(models)
     on_plain_kernels, judge_again = alike, judge_by
-    if asked.other_kernels and not all(tensor.passed for tensor in alike):
-        judge_again = partial(judge_by, leaning=leaning_runs(prepared, precision.rounding, port))
+    if request.other_kernels and not all(tensor.passed for tensor in alike):
+        judge_again = partial(judge_by, leaning=leaning_runs(prepared, rounding, port))
         alike = judge_again(models)
-    by_kernels = remark(on_plain_kernels, alike, as_kernels_lean(precision.rounding))
-    noisy = noisy_sums(precision.rounding) if asked.other_kernels else ()
-    tensors = second_look(alike, models, judge_again, prepared, precision.rounding, port, noisy)
-    if tensors is not alike and made_by_port_alone(alike, prepared, ran.known, precision.dtype):
-        tensors, port = alike, dataclasses.replace(port, plain=())
+    by_kernels = remark(on_plain_kernels, alike, as_kernels_lean(rounding))
+    noisy = noisy_sums(rounding) if request.other_kernels else ()
+    tensors = second_look(alike, models, judge_again, prepared, rounding, port, noisy)
+    if tensors is not alike and made_by_port_alone(alike, prepared, comparison.known, dtype):
+        tensors, port = alike, replace(port, plain=())
     by_chance = remark(alike if by_kernels else first_look, tensors, BY_CHANCE)
     owed = by_kernels, by_chance, port.steps.remark if port.steps else ""
-    ran = dataclasses.replace(ran, prepared=prepared, models=models)
-    return _Verdicts(tensors, port, tuple(filter(None, owed)), ran)
+    comparison.prepared, comparison.models = prepared, models
+    comparison.tensors, comparison.port, comparison.remarks = tensors, port, tuple(filter(None, owed))
 
 
-@dataclass(frozen=True, eq=False)
-class _Unexplained:
-    """A failure whose cause is not known yet.
-
-    Attributes:
-        asked, ran, verdicts: the request, the passes and the verdicts that led to it.
-    """
-
-    asked: Asked
-    ran: _Ran
-    verdicts: _Verdicts
+# The decision.
 
 
-def _judged(asked: Asked, ran: _Ran) -> Judged:
-    verdicts, precision = _verdicts(asked, ran), asked.precision
-    ran, prepared = verdicts.ran, verdicts.ran.prepared
-    tensors = pictured(verdicts.tensors, golden_truths(prepared), ran.made.tensors, ran.models)
-    changed = prepared.golden.changed_inputs, ran.made.changed_inputs
-    not_compared = prepared.golden.not_compared
-    notes = verdicts.remarks + prepared.apart
-    notes += tuple(
-        remarks(
-            *(tensors, ran.made.tensors, prepared.reference, not_compared, precision.dtype, precision.recipe),
-            ran.log_probs,
-        )
-    )
-    golden = golden_tensors(prepared)
-    notes += tuple(pictures.told(ran.log_probs, ran.made.tensors, golden, ran.models))
-    notes += (
-        tuple(pictures.first_wrong_told(tensors, ran.made.tensors, golden, ran.models)) if prepared.evaluation else ()
-    )
-    if prepared.probed and not any(kind == PROBED for kind, _ in ran.made.tensors):
-        notes += (LOOKS_UP_ELSE,)
-    notes += tuple(left_unproven(tensors, not prepared.evaluation))
-    notes += tuple(filter(None, [effects.by_reference_alone(*changed), "" if ran.made.calls_te else WITHOUT_TE]))
-    noted, numbers = judged_numbers(prepared, ran.made.numbers, precision, asked.calibration)
-    notes += noted
+def _decide(comparison: Comparison) -> Result:
+    """Return the result to which the verdicts, and what was seen beside them, lead."""
+    request, prepared, candidate = comparison.request, comparison.prepared, comparison.candidate
+    tensors = pictured(comparison.tensors, golden_truths(prepared), candidate.tensors, comparison.models)
+    noted, numbers = judged_numbers(prepared, candidate.numbers, request.precision, request.calibration)
+    notes = (*_list_notes(comparison, tensors), *noted)
     if prepared.unlike:  # whatever else is wrong, or happens to agree
         from parity.search.held_weights import held_findings
 
-        return Judged(asked.result("failed", tensors=tensors, findings=held_findings(prepared), notes=notes))
+        return request.result("failed", tensors=tensors, findings=held_findings(prepared), notes=notes)
     # A part that is detached has no gradients at all, which is reported for the whole.
-    detached = asked.case.part_of is not None and ran.made.detached_outputs == asked.case.outputs
+    detached = request.case.part_of is not None and candidate.detached_outputs == request.case.outputs
     if all(tensor.passed or (detached and tensor.of) for tensor in tensors):
         if proves_nothing(tensors):
-            reason = f"a faithful {precision.name} computation {LOSES_ALL}"
-            return Judged(asked.result("error", reason=reason, notes=notes))
-        if ran.unlike:
-            return Judged(asked.result("error", reason=ran.unlike, notes=notes))
-        unseen = ran.made.recomputed + numbers + by_recalling(ran.made.recalled, tensors)
+            reason = f"a faithful {request.precision.name} computation {LOSES_ALL}"
+            return request.result("error", reason=reason, notes=notes)
+        if comparison.unlike:
+            return request.result("error", reason=comparison.unlike, notes=notes)
+        unseen = candidate.recomputed + numbers + by_recalling(candidate.recalled, tensors)
         if unseen:
-            return Judged(asked.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes))
-        return Judged(asked.result("passed", tensors=tensors, notes=notes))
-    notes += tuple(filter(None, [ran.unlike, *(number.message for number in numbers)]))
-    unexplained = _Unexplained(asked, ran, verdicts)
-    return Judged(asked.result("failed", tensors=tensors, findings=ran.made.recomputed, notes=notes), unexplained)
+            return request.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes)
+        return request.result("passed", tensors=tensors, notes=notes)
+    notes += tuple(filter(None, [comparison.unlike, *(number.message for number in numbers)]))
+    comparison.needs_cause = True
+    return request.result("failed", tensors=tensors, findings=candidate.recomputed, notes=notes)
 
 
-def _passes_alone(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> bool:
-    """Return whether a candidate that failed only in later calls passes if each call is its module's first."""
-    later = [tensor for tensor in tensors if tensor.probed or not ran.prepared.probed]
-    if asked.made or asked.precision.warmup_passes or not all(tensor.passed or tensor in later for tensor in tensors):
-        return False
-    try:
-        alone = run_again(asked, ran.prepared, alone=True)
-    except Exception:  # says nothing about its calls; the search for a cause runs it as well
-        return False
-    golden = answerable(golden_truths(ran.prepared), ran.models, alone)
-    judged = judge(golden, ran.models, alone, asked.precision, asked.calibration, ran.known)
-    return all(tensor.passed for tensor in judged)
+def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> Iterator[str]:
+    """Yield what a reader of the verdicts should know."""
+    prepared, candidate, models = comparison.prepared, comparison.candidate, comparison.models
+    precision, log_probs = comparison.request.precision, comparison.log_probs
+    yield from comparison.remarks
+    yield from prepared.apart
+    not_compared = prepared.golden.not_compared
+    compared = tensors, candidate.tensors, prepared.reference, not_compared
+    yield from remarks(*compared, precision.dtype, precision.recipe, log_probs)
+    golden = golden_tensors(prepared)
+    yield from pictures.told(log_probs, candidate.tensors, golden, models)
+    if prepared.evaluation:
+        yield from pictures.first_wrong_told(tensors, candidate.tensors, golden, models)
+    if prepared.probed and not any(kind == PROBED for kind, _ in candidate.tensors):
+        yield LOOKS_UP_ELSE
+    yield from left_unproven(tensors, not prepared.evaluation)
+    changed = prepared.golden.changed_inputs, candidate.changed_inputs
+    yield from filter(None, [effects.by_reference_alone(*changed), "" if candidate.calls_te else WITHOUT_TE])
+
+
+# The search for the cause of a failure.
+
+
+def _explain(comparison: Comparison, seconds: float) -> Result:
+    """Return a failure with its findings and the search's notes, or with a note on what ended the search."""
+    return catching(lambda: _search_for_cause(comparison, seconds), partial(without_cause, comparison.result))
+
+
+def _search_for_cause(comparison: Comparison, seconds: float) -> Result:
+    """Return a failure with its findings and the notes of the search, which may take ``seconds`` of real time."""
+    from parity.search.explanation import explain  # imported at the first failure: most comparisons pass
+    from parity.search.failure import Failure
+
+    request, prepared, candidate = comparison.request, comparison.prepared, comparison.candidate
+    result, models = comparison.result, comparison.models
+    truths = answerable(golden_truths(prepared), models, candidate.tensors)
+    limits = request.precision, request.calibration, comparison.known
+    by_average = judge(truths, models, candidate.tensors, *limits, by_average=True)
+    to_explain, is_by_average = _to_explain(comparison.tensors, gradients_of(request.case, by_average))
+    failure = Failure(
+        to_explain,
+        candidate.tensors,
+        prepared,
+        request,
+        run_on=prepared,
+        draws=candidate.draws,
+        freedoms=comparison.port.freedoms,
+        own_recipes=comparison.port.recipes,
+        by_average=is_by_average,
+        outputs_passed=all(one.passed for one in comparison.tensors if one.kind == "output" or one.probed),
+    )
+    if _passes_alone(comparison):
+        remembered = told(candidate.recalled, "it returns something other than a new module does")
+        return replace(result, findings=(*candidate.recomputed, remembered))
+    missed = gradients_missed(candidate.unreached, prepared.weights, prepared.golden.weight_gradients)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from references that are wrong on purpose
+        found, notes = explain(failure, missed, comparison.known, seconds)
+    return replace(result, findings=candidate.recomputed + found, notes=(*result.notes, *notes))
 
 
 def _to_explain(
@@ -632,41 +612,77 @@ def _to_explain(
     return tuple(tensor if tensor.passed else passing.get(tensor.label, tensor) for tensor in tensors), True
 
 
-def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
-    """Return a failure with its findings and the search's notes, or with a note on what ended the search."""
-    return unless_raised(lambda: _searched_for(result, unexplained, seconds), partial(without_cause, result))
+def _passes_alone(comparison: Comparison) -> bool:
+    """Return whether a candidate that failed only in later calls passes if each call is its module's first."""
+    request, prepared, tensors = comparison.request, comparison.prepared, comparison.tensors
+    later = [tensor for tensor in tensors if tensor.probed or not prepared.probed]
+    fails_at_once = not all(tensor.passed or tensor in later for tensor in tensors)
+    if request.candidate_run or request.precision.warmup_passes or fails_at_once:
+        return False
+    try:
+        alone = run_again(request, prepared, alone=True)
+    except Exception:  # says nothing about its calls; the search for a cause runs it as well
+        return False
+    golden = answerable(golden_truths(prepared), comparison.models, alone)
+    limits = request.precision, request.calibration, comparison.known
+    return all(tensor.passed for tensor in judge(golden, comparison.models, alone, *limits))
 
 
-def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
-    """Return a failure with its findings and the notes of the search, which may take ``seconds`` of real time."""
-    from parity.search.explanation import explain  # imported at the first failure: most comparisons pass
-    from parity.search.failure import Failure
+# Whatever a pair's code raises, and whatever it changes in the process, a comparison has a result.
 
-    asked, ran, verdicts = unexplained.asked, unexplained.ran, unexplained.verdicts
-    prepared, precision, tensors = ran.prepared, asked.precision, verdicts.tensors
 
-    truths = answerable(golden_truths(prepared), ran.models, ran.made.tensors)
-    by_average = judge(
-        *(truths, ran.models, ran.made.tensors, precision, asked.calibration, ran.known), by_average=True
-    )
-    to_explain, is_by_average = _to_explain(tensors, gradients_of(asked.case, by_average))
-    failure = Failure(
-        to_explain,
-        ran.made.tensors,
-        prepared,
-        asked,
-        run_on=prepared,
-        draws=ran.made.draws,
-        freedoms=verdicts.port.freedoms,
-        own_recipes=verdicts.port.recipes,
-        by_average=is_by_average,
-        outputs_passed=all(tensor.passed for tensor in tensors if tensor.kind == "output" or tensor.probed),
-    )
-    if _passes_alone(asked, ran, tensors):
-        remembered = told(ran.made.recalled, "it returns something other than a new module does")
-        return dataclasses.replace(result, findings=(*ran.made.recomputed, remembered))
-    missed = gradients_missed(ran.made.unreached, prepared.weights, prepared.golden.weight_gradients)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from references that are wrong on purpose
-        found, notes = explain(failure, missed, ran.known, seconds)
-    return dataclasses.replace(result, findings=ran.made.recomputed + found, notes=(*result.notes, *notes))
+_Returned = TypeVar("_Returned")
+
+
+def catching(run: Callable[[], _Returned], otherwise: Callable[[BaseException], _Returned]) -> _Returned:
+    """Return what ``run`` returns or, if it raises, what ``otherwise`` makes of the error; only Ctrl-C gets through.
+
+    Any call of a pair's code may raise anything. Because this catches it, no step has to say what it may raise.
+    """
+    try:
+        return run()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        forget()  # a pass may have left the reference half changed
+        return otherwise(error)
+
+
+def error_result(request: Request, error: BaseException) -> Result:
+    """Return an error for a comparison over ranks or a training in which something raised, such as a step."""
+    if isinstance(error, UserError):
+        return request.result("error", reason=said(error))
+    return _unexpected_error(request, error)
+
+
+def _unexpected_error(request: Request, error: BaseException) -> Result:
+    """Return an error for what was raised where no step expects it, such as in the candidate's later calls."""
+    is_users = bool(users_line(error))
+    whose = "the pair's code" if is_users else "parity itself, because of a bug or an unusual tensor,"
+    return _error_result(request, f"{whose} raised {_say_where_raised(error)}", error)
+
+
+def _error_result(request: Request, reason: str, error: BaseException) -> Result:
+    return request.result("error", reason=reason, traceback=way_there(error), device_error=classify(error))
+
+
+def _say_where_raised(error: BaseException) -> str:
+    """Return what was raised, and the user's line that was running."""
+    return "; at ".join(filter(None, (raised(error), users_line(error))))
+
+
+def without_cause(verdict: Result, error: BaseException) -> Result:
+    """Return the verdict, which still stands, with a note that the search for its cause raised."""
+    note = f"the search for the cause raised {_say_where_raised(error)}"
+    return replace(verdict, notes=(*verdict.notes, note), device_error=classify(error))
+
+
+def with_side_effect_notes(result: Result, disturbed: Disturbed) -> Result:
+    """Return the result with notes on what the pair's code changed in the process.
+
+    A change that cannot be undone turns a pass into an error.
+    """
+    noted = replace(result, notes=(*result.notes, *filter(None, (disturbed.note, disturbed.problem))))
+    if disturbed.problem and result.passed:
+        return replace(noted, status="error", reason=disturbed.problem, tensors=())
+    return noted

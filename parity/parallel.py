@@ -18,8 +18,15 @@ from torch import Tensor
 from parity.case import transfer
 from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
-from parity.comparison import Judged, error_of, explain_at, judge_at, noting, unless_raised, without_cause
-from parity.judge.asked import Asked, CandidateRun
+from parity.comparison import (
+    Comparison,
+    catching,
+    error_result,
+    explain_at,
+    judge_at,
+    with_side_effect_notes,
+    without_cause,
+)
 from parity.judge.limits import Table
 from parity.judge.over_ranks import (
     NO_RANKS,
@@ -33,6 +40,7 @@ from parity.judge.over_ranks import (
     unreached_by,
     with_limits,
 )
+from parity.judge.request import CandidateRun, Request
 from parity.mistakes.codes import repairable
 from parity.numerics.golden import in_fp64
 from parity.passes.modes import usual_modes
@@ -79,36 +87,36 @@ def compare_over_ranks_at(
     began = time.perf_counter()
     labelled = dataclasses.replace(checked, label=label_of_way(checked.label, ranks=made.label))
     whole = dataclasses.replace(case, probe=False)
-    asked = Asked(whole, labelled, precision, seed, kernels, calibration, attention)
+    request = Request(whole, labelled, precision, seed, kernels, calibration, attention)
     unavailable = why_refused(precision, kernels)
     if unavailable is None and kernels.backend == "gpu":
         unavailable = NO_RANKS
     if unavailable is not None:
-        return dataclasses.replace(asked.result("skipped", reason=unavailable), ranks=made.label)
+        return dataclasses.replace(request.result("skipped", reason=unavailable), ranks=made.label)
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
-        result = unless_raised(
-            lambda: _compared(asked, case, checked, made, diagnosis, timeout), partial(error_of, asked)
+        result = catching(
+            lambda: _compared(request, case, checked, made, diagnosis, timeout), partial(error_result, request)
         )
-    result = as_printable(noting(result, disturbed))
+    result = as_printable(with_side_effect_notes(result, disturbed))
     return dataclasses.replace(result, ranks=made.label, seconds=time.perf_counter() - began)
 
 
 def _compared(
-    asked: Asked, case: Case, checked: CheckedSize, made: Degrees, diagnosis: float | None, timeout: float
+    request: Request, case: Case, checked: CheckedSize, made: Degrees, diagnosis: float | None, timeout: float
 ) -> Result:
-    precision, seed, kernels = asked.precision, asked.seed, asked.kernels
-    prepared = prepare(asked.case, checked, precision.dtype, seed, kernels)
+    precision, seed, kernels = request.precision, request.seed, request.kernels
+    prepared = prepare(request.case, checked, precision.dtype, seed, kernels)
     try:
-        ran = on_all_ranks(pass_on_rank, given_of(case, asked, checked, prepared, made), made, timeout)
+        ran = on_all_ranks(pass_on_rank, given_of(case, request, checked, prepared, made), made, timeout)
     except RanksFailed as error:
-        return ended(asked, error, made)
+        return ended(request, error, made)
     wholes = put_together(ran, made, prepared)
     tensors = in_reference_layout(wholes, prepared)
     unreached = unreached_by(ran)
     attention = ", ".join(dict.fromkeys(one.attention for one in ran if one.attention))
-    at = (checked, precision, seed, kernels, asked.calibration, asked.attention)
-    judged = judge_at(asked.case, *at, made=CandidateRun(tensors, unreached, attention=attention))
-    result = dataclasses.replace(judged.result, size_label=asked.checked.label)
+    at = (checked, precision, seed, kernels, request.calibration, request.attention)
+    judged = judge_at(request.case, *at, candidate_run=CandidateRun(tensors, unreached, attention=attention))
+    result = dataclasses.replace(judged.result, size_label=request.checked.label)
     apart = replicas_apart(wholes)
     if result.status == "passed":
         result = _between_ranks(result, ran, wholes, apart, made, prepared)
@@ -116,8 +124,8 @@ def _compared(
         return result
     if result.status != "failed" or diagnosis is None:
         return result
-    return unless_raised(
-        lambda: _explained(result, judged, wholes, apart, ran, made, prepared, asked, at, diagnosis),
+    return catching(
+        lambda: _explained(result, judged, wholes, apart, ran, made, prepared, request, at, diagnosis),
         partial(without_cause, result),
     )
 
@@ -154,18 +162,18 @@ def _between_ranks(
 
 def _explained(
     result: Result,
-    judged: Judged,
+    judged: Comparison,
     wholes: Sequence[Whole],
     apart: Finding | None,
     ran: Sequence[OnRank],
     made: Degrees,
     prepared: Prepared,
-    asked: Asked,
+    request: Request,
     at: tuple[Any, ...],
     diagnosis: float,
 ) -> Result:
     """Return the failed result with findings: about the module if it is wrong in one process, else about the ranks."""
-    alone = judge_at(asked.case, *at)
+    alone = judge_at(request.case, *at)
     if alone.result.status != "passed":
         told = explain_at(alone, diagnosis)
         notes = (*result.notes, *told.notes, "the candidate is wrong in one process as well")

@@ -28,11 +28,19 @@ from parity.case.training import reference_optimizer
 from parity.case.transfer import counterparts
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import Copies, holds, names
-from parity.comparison import Judged, error_of, explain_at, judge_at, noting, unless_raised, without_cause
-from parity.judge.asked import Asked, CandidateRun
+from parity.comparison import (
+    Comparison,
+    catching,
+    error_result,
+    explain_at,
+    judge_at,
+    with_side_effect_notes,
+    without_cause,
+)
 from parity.judge.judge import thinned
 from parity.judge.limits import Table
 from parity.judge.over_ranks import NO_RANKS, ended
+from parity.judge.request import CandidateRun, Request
 from parity.judge.steps import Replay, deviations, holds_weights, multiple_moved, not_as, wrong_scaling
 from parity.mistakes.codes import repairable
 from parity.passes.courses import Beside, Without, of_reference, side_by_side
@@ -104,7 +112,7 @@ class _Run:
     """Hold what was asked for, and what is known of the training so far.
 
     Attributes:
-        asked, checked, steps, switch, diagnosis: what ``train_at`` was asked for.
+        request, checked, steps, switch, diagnosis: what ``train_at`` was asked for.
         trainee: the candidate that is trained.
         without: the same training without a graph or offloading, if it is compared with that.
         replay: the reference's optimizer, which repeats each of the candidate's steps.
@@ -123,7 +131,7 @@ class _Run:
         notes: notes on the whole training.
     """
 
-    asked: Asked
+    request: Request
     checked: CheckedSize
     steps: int
     switch: Switch
@@ -148,21 +156,21 @@ class _Run:
     @property
     def at(self) -> tuple[CheckedSize, Precision, int, Kernels]:
         """Return where each step is compared: its size, precision, seed and kernels."""
-        return self.checked, self.asked.precision, self.asked.seed, self.asked.kernels
+        return self.checked, self.request.precision, self.request.seed, self.request.kernels
 
     def case_of(self, number: int, weights: Named | None, held: Mapping[str, Tensor] = MappingProxyType({})) -> Case:
         """Return the case of a step, with the candidate's buffers before the current step."""
-        return step_case(self.asked.case, number, weights, self.asked.seed, held, self.buffers)
+        return step_case(self.request.case, number, weights, self.request.seed, held, self.buffers)
 
-    def judge(self, step: Case, made: CandidateRun | None = None) -> Judged:
+    def judge(self, step: Case, made: CandidateRun | None = None) -> Comparison:
         """Return the verdict on a step's loss and gradients; a new candidate computes them unless ``made`` is given."""
-        return judge_at(step, *self.at, self.asked.calibration, self.asked.attention, made=made)
+        return judge_at(step, *self.at, self.request.calibration, self.request.attention, candidate_run=made)
 
     def result(self, status: Status, **fields: Any) -> Result:
         """Return a result with the worst tensors of all steps, and the notes."""
         notes = (*self.notes, *fields.pop("notes", ()))
         tensors = thinned(list(self.worst.values()))
-        return self.asked.result(status, tensors=tensors, notes=notes, steps=tuple(self.told), **fields)
+        return self.request.result(status, tensors=tensors, notes=notes, steps=tuple(self.told), **fields)
 
 
 class _Ended(Exception):
@@ -233,12 +241,12 @@ def train_at(
     labelled = dataclasses.replace(
         checked, label=label_of_way(checked.label, steps, switch, made.label if made else "")
     )
-    asked = Asked(case, labelled, precision, seed, kernels, calibration, attention)
+    request = Request(case, labelled, precision, seed, kernels, calibration, attention)
     unavailable = why_refused(precision, kernels)
     if unavailable is None and made is not None and kernels.backend == "gpu":
         unavailable = NO_RANKS
     if unavailable is not None:
-        return dataclasses.replace(asked.result("skipped", reason=unavailable), ranks=made.label if made else "")
+        return dataclasses.replace(request.result("skipped", reason=unavailable), ranks=made.label if made else "")
     with (
         usual_modes(),
         compiled_anew() if switch == "compile" else nullcontext() as graphs_compiled,
@@ -246,17 +254,17 @@ def train_at(
         attention_backends(attention),
         ExitStack() as resuming,
     ):
-        result = unless_raised(
-            lambda: _trained(asked, checked, steps, switch, diagnosis, resuming, made), partial(error_of, asked)
+        result = catching(
+            lambda: _trained(request, checked, steps, switch, diagnosis, resuming, made), partial(error_result, request)
         )
         if graphs_compiled is not None and result.passed and not graphs_compiled():
-            result = asked.result("skipped", reason=_NOT_COMPILED)
-    result = as_printable(noting(result, disturbed))
+            result = request.result("skipped", reason=_NOT_COMPILED)
+    result = as_printable(with_side_effect_notes(result, disturbed))
     return dataclasses.replace(result, ranks=made.label if made else "", seconds=time.perf_counter() - began)
 
 
 def _trained(
-    asked: Asked,
+    request: Request,
     checked: CheckedSize,
     steps: int,
     switch: Switch,
@@ -265,15 +273,15 @@ def _trained(
     made: Degrees | None,
 ) -> Result:
     """Make and judge one step after another until one is wrong, and return the result."""
-    case, precision, seed, kernels = asked.case, asked.precision, asked.seed, asked.kernels
+    case, precision, seed, kernels = request.case, request.precision, request.seed, request.kernels
     first = step_case(case, 1, None, seed)
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
     try:
-        trainee, without = _begin(asked, checked, prepared, steps, switch, resuming, made)
+        trainee, without = _begin(request, checked, prepared, steps, switch, resuming, made)
         if switch in ("resume-dcp", "resume-safetensors") and (trainee.training.save or trainee.training.load):
-            return asked.result("skipped", reason=_NOT_OWN.format(switch))
+            return request.result("skipped", reason=_NOT_OWN.format(switch))
         replay = _replay(prepared, trainee.training)
-        run = _Run(asked, checked, steps, switch, diagnosis, trainee, without, replay, begun=trainee.buffers)
+        run = _Run(request, checked, steps, switch, diagnosis, trainee, without, replay, begun=trainee.buffers)
         run.notes += without.notes if without else []
         for number in range(1, steps + 1):
             weights, run.buffers = run.trainee.weights, _buffers(run, prepared)
@@ -298,7 +306,7 @@ def _trained(
     except _Ended as ended_early:
         return ended_early.result
     if switch == "offload" and _offloads_nothing(run.trainee):
-        return asked.result("skipped", reason=_NOT_OFFLOADED)
+        return request.result("skipped", reason=_NOT_OFFLOADED)
     return run.result("passed", reason=judged.reason, notes=judged.notes)
 
 
@@ -335,7 +343,7 @@ def _offloads_nothing(trainee: Trainee | TraineeOverRanks) -> bool:
 
 
 def _begin(
-    asked: Asked,
+    request: Request,
     checked: CheckedSize,
     prepared: Prepared,
     steps: int,
@@ -348,20 +356,20 @@ def _begin(
     Raises:
         _Ended: if ranks or a capture failed.
     """
-    make = partial(Trainee, asked.case, checked, prepared, asked.precision, asked.seed, asked.kernels, switch)
+    make = partial(Trainee, request.case, checked, prepared, request.precision, request.seed, request.kernels, switch)
     if made is not None:
         try:
-            return TraineeOverRanks(asked, checked, prepared, steps, made, switch), None
+            return TraineeOverRanks(request, checked, prepared, steps, made, switch), None
         except RanksFailed as error:
-            raise _Ended(ended(asked, error, made)) from error
+            raise _Ended(ended(request, error, made)) from error
     if switch == "graph":
         try:
-            return side_by_side(make, steps, asked.seed, resuming, Trainee.capture, "in a graph")
+            return side_by_side(make, steps, request.seed, resuming, Trainee.capture, "in a graph")
         except NotCaptured as error:
             reason = "step 1 cannot be captured in a graph"
-            raise _Ended(asked.result("failed", reason=reason, findings=(not_captured(error),))) from error
+            raise _Ended(request.result("failed", reason=reason, findings=(not_captured(error),))) from error
     if switch == "offload":
-        return side_by_side(make, steps, asked.seed, resuming, Trainee.offload)
+        return side_by_side(make, steps, request.seed, resuming, Trainee.offload)
     trainee = make()
     trainee.settle()
     return trainee, None
@@ -373,14 +381,14 @@ def _prepared(run: _Run, step: Case, number: int, weights: Named) -> Prepared:
     Raises:
         _Ended: if the training's numbers have become too large to judge.
     """
-    dtype = run.asked.precision.dtype
+    dtype = run.request.precision.dtype
     if number > 1 and (why := _too_large("its weights", weights.values(), dtype)):
         raise _Ended(_diverged(run, number, why))
-    prepared = prepare(step, run.checked, dtype, run.asked.seed, run.asked.kernels)
+    prepared = prepare(step, run.checked, dtype, run.request.seed, run.request.kernels)
     golden = (*prepared.golden.outputs.values(), *prepared.golden.weight_gradients.values())
     if number > 1 and (why := _too_large("the reference's loss and gradients", golden, torch.float32)):
         raise _Ended(_diverged(run, number, why))
-    if run.asked.precision.warmup_passes:
+    if run.request.precision.warmup_passes:
         prepared.past.is_followed, prepared.past.before = True, run.amaxes
     return prepared
 
@@ -398,8 +406,8 @@ def _make_step(run: _Run, step: Case, number: int, prepared: Prepared, resuming:
     if run.without is not None:
         return _make_step_beside(run, step, number, prepared, trainee, run.without)
     if is_interrupted(run.switch, number, run.steps):
-        at = run.checked, prepared, run.asked.precision, run.asked.seed, run.asked.kernels
-        new = partial(_new_trainee, resuming, run.asked.case, *at)
+        at = run.checked, prepared, run.request.precision, run.request.seed, run.request.kernels
+        new = partial(_new_trainee, resuming, run.request.case, *at)
         run.trainee, stepped, resumption = trainee.resumed(run.switch, new, prepared)
         return _Made(number, step, prepared, stepped, lost=lost_state(number, resumption))
     return _Made(number, step, prepared, trainee.step(prepared))
@@ -464,7 +472,7 @@ def _with_differences(run: _Run, made: _Made, beside: Beside, trainee: Trainee, 
         if isinstance(beside, Replayed)
         else lambda: dataclasses.replace(differing, findings=(offload_explained(beside, trainee.journal),))
     )
-    return unless_raised(search, partial(without_cause, differing))
+    return catching(search, partial(without_cause, differing))
 
 
 def _with_cause(run: _Run, made: _Made, judged: Result, scaled: Finding | None) -> Result:
@@ -477,10 +485,10 @@ def _with_cause(run: _Run, made: _Made, judged: Result, scaled: Finding | None) 
         _Ended: if a faithful computation of the step overflows as well.
     """
     number, trainee = made.number, run.trainee
-    judged = unless_raised(partial(_explained, run, made, judged), partial(without_cause, judged))
+    judged = catching(partial(_explained, run, made, judged), partial(without_cause, judged))
     if run.switch == "compile" and [one.title for one in judged.findings] == ["state-between-steps"]:
         anew = partial(_is_right_anew, run, made)
-        tried = () if trainee.training.compile else backends(run.asked.kernels)
+        tried = () if trainee.training.compile else backends(run.request.kernels)
         judged = dataclasses.replace(judged, findings=(compiled_otherwise(number, tried, anew),))
     is_unknown = all(one.title == "state-between-steps" for one in judged.findings)
     if scaled is not None and is_unknown:
@@ -488,7 +496,7 @@ def _with_cause(run: _Run, made: _Made, judged: Result, scaled: Finding | None) 
     elif is_unknown and number == 1 and trainee.is_plain and isinstance(trainee, TraineeOverRanks):
         judged = dataclasses.replace(judged, findings=(trainee.unexplained(judged, made.prepared),))
     if number > 1 and {one.title for one in judged.findings} == {"precision-overflows"}:
-        why = f"a faithful {run.asked.precision.name} computation of the step overflows"
+        why = f"a faithful {run.request.precision.name} computation of the step overflows"
         raise _Ended(_diverged(run, number, why))
     return judged
 
@@ -524,7 +532,7 @@ def _diverged(run: _Run, number: int, why: str) -> Result:
     """Return the result of a training whose next step cannot be judged."""
     own: list[float] | None = None
     with suppress(NothingToJudge):
-        own = of_reference(run.asked.case, *run.at, number).losses
+        own = of_reference(run.request.case, *run.at, number).losses
     reason = f"step {number} is the first that cannot be judged"
     return run.result("failed", reason=reason, findings=(diverging(number, why, own),))
 
@@ -532,7 +540,7 @@ def _diverged(run: _Run, number: int, why: str) -> Result:
 def _is_right_anew(run: _Run, made: _Made, backend: str) -> bool:
     """Return whether a new candidate makes a step right if ``backend`` compiles it, or the pair if that is empty."""
     checked, precision, seed, kernels = run.at
-    whole = run.asked.case
+    whole = run.request.case
 
     def factory(*at: Any, **size: Any) -> Pair:
         pair = dataclasses.replace(whole.factory(*at, **size), fill=True)
@@ -701,7 +709,7 @@ def _of_buffers(run: _Run, made: _Made) -> Finding | None:
 
 def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | None:
     """Return a finding that says why the optimizer's step is not the reference's; None if it is."""
-    trainee, precision = run.trainee, run.asked.precision
+    trainee, precision = run.trainee, run.request.precision
     training = trainee.training
     if told := _of_clipping(len(run.history), stepped, training.clip):
         return told

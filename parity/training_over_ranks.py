@@ -20,7 +20,6 @@ from parity.case import transfer
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
-from parity.judge.asked import Asked
 from parity.judge.over_ranks import (
     TIMEOUT,
     given_of,
@@ -32,6 +31,7 @@ from parity.judge.over_ranks import (
     unreached_by,
     with_limits,
 )
+from parity.judge.request import Request
 from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Tensors
 from parity.passes.micro_batches import shares_made
@@ -64,7 +64,7 @@ class TraineeOverRanks:
     """
 
     def __init__(
-        self, asked: Asked, checked: CheckedSize, prepared: Prepared, steps: int, made: Degrees, switch: Switch = ""
+        self, request: Request, checked: CheckedSize, prepared: Prepared, steps: int, made: Degrees, switch: Switch = ""
     ) -> None:
         """Let the ranks make all steps, in the way that ``switch`` says.
 
@@ -74,7 +74,7 @@ class TraineeOverRanks:
         """
         if made.pp > 1:
             raise UserError("trainings over the stages of a pipeline are not supported: leave out steps= or pp")
-        case, dtype, seed, kernels = asked.case, asked.precision.dtype, asked.seed, asked.kernels
+        case, dtype, seed, kernels = request.case, request.precision.dtype, request.seed, request.kernels
         pair = build(case, checked, seed, kernels)
         self.training, self.made = pair.training, made
         self.is_plain = pair.training.candidate_step is None
@@ -82,7 +82,7 @@ class TraineeOverRanks:
         self._whole_shapes = {name: tuple(x.shape) for name, x in prepared.candidate_weights.items()}
         self._are_whole = not steps_elements(pair.reference, reference_optimizer(pair.training))
         self._elements = {name: followed_places(name, shape, self._are_whole) for name, shape in self._shapes.items()}
-        given = given_of(case, asked, checked, prepared, made)
+        given = given_of(case, request, checked, prepared, made)
         batches = tuple(
             on_cpu(batch_of(pair, number, checked, dtype, seed, kernels.device, prepared.input_names).inputs)
             for number in range(1, steps + 1)

@@ -23,8 +23,8 @@ from parity import comparison, te
 from parity.case import validate
 from parity.case.case import Case
 from parity.case.validate import CheckedSize
-from parity.judge.asked import Noted, unnoted
 from parity.judge.limits import Table
+from parity.judge.request import OnProgress, ignore_progress
 from parity.machine.devices import Device
 from parity.report.environment import Environment
 from parity.result import Check, Errors, Finding, Kind, ProvesNothing, Result, TensorResult
@@ -253,20 +253,24 @@ DURING_A_SECOND_LOOK: dict[str, Callable[[], None]] = {
 
 @dataclass(frozen=True)
 class Judged:
-    """The comparison's class with only the fields that the plugin reads; ``unexplained`` is the case's name."""
+    """A comparison with only what the plugin reads of it, and the case's name if its failure is to be explained."""
 
     result: Result
-    unexplained: str | None = None
+    name: str = ""
+
+    @property
+    def is_unexplained(self) -> bool:
+        return bool(self.name)
 
 
 def explain_at(judged: Judged, diagnosis: float | None) -> Result:
     """Return the result with its findings; the case's name chooses what happens meanwhile."""
-    if judged.unexplained is None:
+    if not judged.is_unexplained:
         return judged.result
     if diagnosis is None:
         return replace(judged.result, notes=(*judged.result.notes, comparison.NOT_SEARCHED))
-    if judged.unexplained in DURING_THE_SEARCH:
-        DURING_THE_SEARCH[judged.unexplained]()
+    if judged.name in DURING_THE_SEARCH:
+        DURING_THE_SEARCH[judged.name]()
     return replace(judged.result, findings=(GATE_UP_SWAPPED,))
 
 
@@ -279,7 +283,7 @@ def judge_at(
     calibration: Table,
     attention: AttentionBackend | None = None,
     determinism: bool = False,
-    noted: Noted = unnoted,
+    on_progress: OnProgress = ignore_progress,
 ) -> Judged:
     """Return the result that the case's name chooses; FP8 is not available here."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu")
@@ -301,9 +305,9 @@ def judge_at(
     if case.name in MISHAPS:
         MISHAPS[case.name]()
     if "looks_again" in case.name:
-        noted(replace(chosen, status="failed", tensors=(tensor(margin=2.0),)), False)
+        on_progress(replace(chosen, status="failed", tensors=(tensor(margin=2.0),)), False)
         DURING_A_SECOND_LOOK.get(case.name, lambda: None)()
-        noted(None, True)
+        on_progress(None, True)
         if case.name == "dies_after_it_looks_again":
             os.kill(os.getpid(), signal.SIGKILL)
     if case.name.startswith("fails") and seed != 1:

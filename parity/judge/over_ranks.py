@@ -15,7 +15,7 @@ from parity.case.case import Case
 from parity.case.map_check import other_names
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
-from parity.judge.asked import Asked
+from parity.judge.request import Request
 from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Tensors
 from parity.passes.on_rank import FOR_PASSES, AsItIs, Given, OnRank, source_of
@@ -30,7 +30,7 @@ TIMEOUT = 300.0
 NO_RANKS = "ranks are compared only on the CPU kernels: use --parity-backend=cpu"
 
 
-def given_of(case: Case, asked: Asked, checked: CheckedSize, prepared: Prepared, made: Degrees) -> Given:
+def given_of(case: Case, request: Request, checked: CheckedSize, prepared: Prepared, made: Degrees) -> Given:
     """Return the input of every rank.
 
     Raises:
@@ -40,15 +40,15 @@ def given_of(case: Case, asked: Asked, checked: CheckedSize, prepared: Prepared,
         AsItIs(case) if _is_rank() else source_of(case),
         made,
         checked,
-        asked.precision.name,
-        asked.seed,
-        asked.kernels.backend,
-        asked.attention,
+        request.precision.name,
+        request.seed,
+        request.kernels.backend,
+        request.attention,
         on_cpu(prepared.inputs),
         prepared.input_names,
         on_cpu(prepared.candidate_weights),
         on_cpu(prepared.cotangents),
-        other_names(build(case, checked, asked.seed, asked.kernels).candidate).tied if made.pp > 1 else {},
+        other_names(build(case, checked, request.seed, request.kernels).candidate).tied if made.pp > 1 else {},
     )
 
 
@@ -78,12 +78,12 @@ def _is_rank() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def ended(asked: Asked, error: RanksFailed, made: Degrees) -> Result:
+def ended(request: Request, error: RanksFailed, made: Degrees) -> Result:
     """Return the result of a comparison whose ranks failed."""
     first = error.failures[0]
     told = f"rank {first.rank} of {made.count} ({made.label}) {first.how}: {first.what}"
     others = f"; {len(error.failures) - 1} more failed as well" if len(error.failures) > 1 else ""
-    return asked.result("error", reason=told + others, traceback=first.where)
+    return request.result("error", reason=told + others, traceback=first.where)
 
 
 def put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> list[Whole]:

@@ -363,9 +363,9 @@ class ParityItem(pytest.Item):
             result = self.cut_short(f"{self.too_long}; {interrupted_at(error)}")
         self.verdict = None
         if self.disturbed is not None:
-            from parity.comparison import noting
+            from parity.comparison import with_side_effect_notes
 
-            result = noting(result, self.disturbed)
+            result = with_side_effect_notes(result, self.disturbed)
         if result.device_error == "broken":
             stash[ending.BROKEN_BY] = self.nodeid
         return as_printable(dataclasses.replace(result, path=self._from_start(self.path)))
@@ -419,10 +419,10 @@ class ParityItem(pytest.Item):
 
             result = compare_over_ranks_at(*at, self.ranks, self.attention, self.options.diagnosis)
         else:
-            judged = judge_at(*at, self.attention, self.options.determinism, noted=self._note_look)
-            if judged.unexplained is not None and self.options.diagnosis is not None:
-                self._note_verdict(judged.result)
-            result = explain_at(judged, self.options.diagnosis)
+            comparison = judge_at(*at, self.attention, self.options.determinism, on_progress=self._note_look)
+            if comparison.is_unexplained and self.options.diagnosis is not None:
+                self._note_verdict(comparison.result)
+            result = explain_at(comparison, self.options.diagnosis)
         if self.kernels.device.type == "cuda":
             import torch
 

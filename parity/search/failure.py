@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
-from parity.judge.asked import Asked, run_again, unchanged
 from parity.judge.judge import NONE_DRAWN, gradients_of, judge
+from parity.judge.request import Request, run_again, unchanged
 from parity.numerics.errors import Tolerance, Truth, margin, measure
 from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, model_tensors, tensors_of
@@ -109,7 +109,7 @@ class Failure:
         results: the verdicts on all compared tensors.
         candidate: the candidate's tensors, in the reference's layout.
         prepared: what was compared.
-        asked: what the comparison was asked for.
+        request: what the comparison was asked for.
         run_on: what the candidate is run on; it differs from ``prepared`` if the failure is on the probing inputs.
         draws: whether the candidate drew random numbers; if False, it may have drawn some from generators of its own.
         on_probe: the same failure as the probing inputs show it; None if they show none.
@@ -130,7 +130,7 @@ class Failure:
     results: Sequence[TensorResult]
     candidate: Tensors
     prepared: Prepared
-    asked: Asked
+    request: Request
     run_on: Prepared
     draws: bool = False
     on_probe: Failure | None = None
@@ -160,7 +160,7 @@ class Failure:
     @property
     def precision(self) -> Precision:
         """The precision of the comparison."""
-        return self.asked.precision
+        return self.request.precision
 
     @property
     def is_on_probes(self) -> bool:
@@ -187,8 +187,8 @@ class Failure:
             golden, computed = as_probed(golden), as_probed(computed)
             models, leaning = [as_probed(one) for one in models], [as_probed(one) for one in leaning]
         truths = {key: Truth(tensor) for key, tensor in golden.items()}
-        given = truths, models, computed, self.precision, self.asked.calibration, (), NONE_DRAWN, leaning
-        judged = gradients_of(self.asked.case, judge(*given, by_average=self.by_average))
+        given = truths, models, computed, self.precision, self.request.calibration, (), NONE_DRAWN, leaning
+        judged = gradients_of(self.request.case, judge(*given, by_average=self.by_average))
         return as_outputs(judged) if self.is_on_probes else list(judged)
 
     def rerun(
@@ -203,9 +203,9 @@ class Failure:
             OutOfTime: if the limit of real time is reached.
         """
         self.prepared.clock.check()
-        if self.asked.made is not None:
+        if self.request.candidate_run is not None:
             return dict(self.candidate)
-        tensors = run_again(self.asked, self.run_on, change, cotangents)
+        tensors = run_again(self.request, self.run_on, change, cotangents)
         return of_probe(tensors) if self.is_on_probes else tensors
 
     @property

@@ -214,7 +214,7 @@ def told_of(case, seed):
         told.append((result and result.status, decided))
         assert result is None or (result.margin > 1 and not result.passed)
 
-    judged = judge_at(case, checked, PRECISIONS["fp16"], seed, kernels, packaged(), noted=note)
+    judged = judge_at(case, checked, PRECISIONS["fp16"], seed, kernels, packaged(), on_progress=note)
     return judged.result, told
 
 

@@ -58,15 +58,15 @@ class CandidateRun:
     summed: Tensors = field(default_factory=dict)
 
 
-Noted = Callable[[Result | None, bool], object]
+OnProgress = Callable[[Result | None, bool], object]
 
 
-def unnoted(result: Result | None, decided: bool) -> None:
-    """Note nothing."""
+def ignore_progress(result: Result | None, decided: bool) -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class Request:
     """One comparison that ``parity.comparison.judge_at`` is asked for.
 
     Attributes:
@@ -75,9 +75,9 @@ class Asked:
         attention: the attention backend that TE is to run; None for its own choice.
         determinism: whether the candidate is built and run a second time.
         other_kernels: whether errors are granted that other faithful kernels may make.
-        made: the candidate's pass, if it has been made already, as a step of a training has.
-        noted: called with the result of a port that fails at first look, and whether a second look has ended; with
-            None if that clears the port.
+        candidate_run: the candidate's pass, if it has been made already, as a step of a training has.
+        on_progress: called with the result of a port that fails at first look, and whether a second look has ended;
+            with None if that clears the port.
     """
 
     case: Case
@@ -89,8 +89,8 @@ class Asked:
     attention: AttentionBackend | None = None
     determinism: bool = False
     other_kernels: bool = True
-    made: CandidateRun | None = None
-    noted: Noted = unnoted
+    candidate_run: CandidateRun | None = None
+    on_progress: OnProgress = ignore_progress
 
     def result(self, status: Status, **fields: Any) -> Result:
         """Return a result of this comparison with a status and further fields."""
@@ -113,7 +113,7 @@ def unchanged(module: nn.Module) -> None:
 
 
 def run_again(
-    asked: Asked,
+    request: Request,
     prepared: Prepared,
     change: Callable[[nn.Module], None] = unchanged,
     cotangents: Mapping[str, Tensor] | None = None,
@@ -123,13 +123,13 @@ def run_again(
     """Build and run the candidate once more, and return its tensors in the reference's layout.
 
     Args:
-        asked: the comparison.
+        request: the comparison.
         prepared: golden and what all passes share.
         change: called with the newly built module before it runs.
         cotangents: other output gradients, by the output's name.
         recalled, alone: as for ``run_candidate``.
     """
     given = prepared if cotangents is None else replace(prepared, cotangents=dict(cotangents))
-    with attention_backends(asked.attention):
-        ran = asked.case, asked.checked, given, asked.precision, asked.seed, asked.kernels
-        return run_candidate(*ran, change, recalled=recalled, alone=alone)[0]
+    with attention_backends(request.attention):
+        at = request.case, request.checked, given, request.precision, request.seed, request.kernels
+        return run_candidate(*at, change, recalled=recalled, alone=alone)[0]
