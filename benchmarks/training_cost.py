@@ -29,11 +29,12 @@ from parity.case import registry
 from parity.case.case import Case
 from parity.case.validate import CheckedSize, check_case
 from parity.judge.limits import packaged
-from parity.passes import all_passes, steps
+from parity.passes import all_passes
 from parity.passes import prepare as preparing
 from parity.passes.prepare import forget
 from parity.te import Kernels, Precision
-from parity.training import train_at
+from parity.trainings import steps
+from parity.trainings.training import train_at
 
 LLAMA = Path(__file__).parents[1] / "examples" / "training" / "llama.py"
 # The allocator needs some dozens of steps until it finds room for each tensor in memory that others have left.

@@ -30,7 +30,6 @@ import torch
 from lab import same
 from parity import shown
 from parity.case import files as of_pairs
-from parity.conversion import checkpoint, plan
 from parity.judge import limits, noise
 from parity.judge.limits import Difference, OfPrecision
 from parity.machine.files import Claim
@@ -47,6 +46,7 @@ from parity.report.environment import Environment
 from parity.report.record import Uncollected
 from parity.result import Check, Determinism, Errors, Finding, Histogram, Picture, Profile, Result, Step, TensorResult
 from parity.user_error import UserError
+from parity.weights.conversion import checkpoint, plan
 from te_on_cpu.loading import loader
 
 # Damage as disks, interruptions, editors and attackers cause it: to bytes, lines and JSON values.

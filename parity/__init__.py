@@ -28,11 +28,11 @@ if TYPE_CHECKING:
         transpose,
         under,
     )
-    from parity.conversion import convert
     from parity.ranks.layout import Parallel, Pipeline, Ranks, over
     from parity.result import Finding, Result, TensorResult
-    from parity.suggest import Suggestion, suggest_map
     from parity.user_error import UserError
+    from parity.weights.conversion import convert
+    from parity.weights.suggest import Suggestion, suggest_map
 
 __all__ = [
     "Case",
@@ -77,13 +77,13 @@ _HOME = {
     "Pipeline": "ranks.layout",
     "Ranks": "ranks.layout",
     "Result": "result",
-    "Suggestion": "suggest",
+    "Suggestion": "weights.suggest",
     "TensorResult": "result",
     "Training": "case.case",
     "UserError": "user_error",
     "compare": "api",
     "constant": "case.weight_map",
-    "convert": "conversion",
+    "convert": "weights.conversion",
     "copies": "case.weight_map",
     "experts": "case.weight_map",
     "interleaved_qkv": "case.weight_map",
@@ -95,7 +95,7 @@ _HOME = {
     "separated_qkv": "case.weight_map",
     "shift": "case.weight_map",
     "stack": "case.weight_map",
-    "suggest_map": "suggest",
+    "suggest_map": "weights.suggest",
     "transpose": "case.weight_map",
     "under": "case.weight_map",
 }

@@ -152,11 +152,11 @@ def compare(
     def judged(checked: CheckedSize, precision: Precision, forced: AttentionBackend | None, seed: int) -> Result:
         at = case, checked, precision, seed, kernels, table
         if steps:
-            from parity.training import train_at
+            from parity.trainings.training import train_at
 
             return train_at(*at, steps, switch, forced, diagnosis, made)
         if made is not None:
-            from parity.parallel import compare_over_ranks_at
+            from parity.trainings.parallel import compare_over_ranks_at
 
             return compare_over_ranks_at(*at, made, forced, diagnosis)
         return compare_at(*at, forced, determinism, diagnosis)

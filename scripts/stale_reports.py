@@ -25,8 +25,7 @@ from parity.report.numbers import markdown_table
 ROOT = Path(__file__).resolve().parents[1]
 # What decides on a verdict, and what names a cause; both relative to parity/.
 VERDICT = (
-    *("case", "comparison.py", "../te_on_cpu", "judge", "numerics", "parallel.py", "passes", "ranks", "te", "trace"),
-    *("training.py", "training_over_ranks.py"),
+    *("case", "comparison.py", "../te_on_cpu", "judge", "numerics", "passes", "ranks", "te", "trace", "trainings"),
 )
 CAUSE = (*VERDICT, "mistakes", "search")
 KERNELS = ("../te_on_cpu", "te")

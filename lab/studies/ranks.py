@@ -18,11 +18,11 @@ from parity.case.validate import check_case
 from parity.judge.limits import packaged
 from parity.measuring import record
 from parity.measuring.record import Campaign
-from parity.parallel import compare_over_ranks_at
 from parity.ranks.layout import degrees
 from parity.report.numbers import markdown_table, short
 from parity.te import PRECISIONS, why_unavailable
-from parity.training import train_at
+from parity.trainings.parallel import compare_over_ranks_at
+from parity.trainings.training import train_at
 
 RECORD = "ranks.jsonl"
 WRONG = (*rows.WRONG, *staged.WRONG, *trained.WRONG)

@@ -31,7 +31,7 @@ from parity.measuring.record import Campaign
 from parity.report.numbers import markdown_table
 from parity.result import Switch
 from parity.te import PRECISIONS, why_unavailable
-from parity.training import train_at
+from parity.trainings.training import train_at
 
 RECORD = "trainings.jsonl"
 _ROWS = {row.name: row for row in WRONG}

@@ -208,7 +208,7 @@ class Case:
         path: the file that declares the case.
         line: the line of the declaration, from 1.
         steps: how many steps the pair is trained for, besides the single pass; 0 for none.
-        switches: further ways in which it is trained, each in an item of its own, see ``parity.training.train_at``.
+        switches: further ways in which it is trained, each in an item of its own, see ``train_at``.
         ranks: the layouts of ranks that compute the candidate, each in an item of its own; the factory is then called
             with ``ranks=`` as well.
         at: this process's place among the ranks, which the factory gets as ``ranks=``.

@@ -15,13 +15,13 @@ import torch
 
 from parity.case import registry
 from parity.case.case import Case
-from parity.conversion import checkpoint
-from parity.conversion.conversion import Direction, planned_conversion
-from parity.conversion.plan import Plan
 from parity.machine import files
 from parity.plugin.options import check_file, parse_backend
 from parity.report.numbers import plural
 from parity.user_error import UserError
+from parity.weights.conversion import checkpoint
+from parity.weights.conversion.conversion import Direction, planned_conversion
+from parity.weights.conversion.plan import Plan
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

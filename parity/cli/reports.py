@@ -15,9 +15,9 @@ from parity.report import changes, failure, html, markdown, record
 from parity.report.markdown import digest
 from parity.report.numbers import plural
 from parity.report.record import Record
-from parity.suggest import suggest_map
-from parity.suggest.proposal import explain, python, python_over_ranks
 from parity.user_error import UserError
+from parity.weights.suggest import suggest_map
+from parity.weights.suggest.proposal import explain, python, python_over_ranks
 
 # Draw reports of runs from their records.
 

@@ -19,7 +19,6 @@ from parity import te
 from parity.case.case import checked_steps
 from parity.case.files import MODULE, checkout, imports_parity
 from parity.case.validate import check_case
-from parity.judge.band import Band, band_of
 from parity.judge.limits import packaged
 from parity.machine import process
 from parity.passes.refusals import NothingToJudge
@@ -31,7 +30,8 @@ from parity.report import markdown
 from parity.report.markdown import Curve
 from parity.settings import of_project
 from parity.te import PRECISIONS, why_unavailable
-from parity.training import train_at
+from parity.trainings.band import Band, band_of
+from parity.trainings.training import train_at
 from parity.user_error import UserError
 
 if TYPE_CHECKING:

@@ -411,11 +411,11 @@ class ParityItem(pytest.Item):
 
         at = self.case, self.checked, self.precision, seed, self.kernels, calibration
         if self.steps:
-            from parity.training import train_at
+            from parity.trainings.training import train_at
 
             result = train_at(*at, self.steps, self.switch, self.attention, self.options.diagnosis, self.ranks)
         elif self.ranks is not None:
-            from parity.parallel import compare_over_ranks_at
+            from parity.trainings.parallel import compare_over_ranks_at
 
             result = compare_over_ranks_at(*at, self.ranks, self.attention, self.options.diagnosis)
         else:

@@ -38,7 +38,7 @@ from parity.result import Determinism, Finding, Result, Status, TensorResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from parity.judge.band import Band
+    from parity.trainings.band import Band
 
 
 # A finding's repair, shown as a change of lines: the current ones, and those to write instead.

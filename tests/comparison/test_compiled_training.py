@@ -9,7 +9,7 @@ from torch import nn
 import parity
 from lab.studies.rows.trainings import case_of, plain
 from parity import Training
-from parity.search.switched import compiled_otherwise
+from parity.trainings.why_switched import compiled_otherwise
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_delayed"])

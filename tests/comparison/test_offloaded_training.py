@@ -21,8 +21,8 @@ from lab.studies.rows.trainings import (
     summed,
 )
 from parity import Training
-from parity.passes.switches import Journal
 from parity.result import Result
+from parity.trainings.switches import Journal
 
 pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, about two layers
 

@@ -31,7 +31,7 @@ from parity.case import registry, transfer
 from parity.case.case import Rng
 from parity.case.training import Model, load
 from parity.result import Result, from_json, to_json
-from parity.search.steps import Guess, diverging, gradients_explained, guesses_of_any_step
+from parity.trainings.why_steps import Guess, diverging, gradients_explained, guesses_of_any_step
 from te_on_cpu import cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, about two layers

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from parity.case import registry
 from parity.cli import app
-from parity.conversion import checkpoint
-from parity.conversion.plan import Made, Plan, Step
 from parity.machine import files
 from parity.user_error import UserError
+from parity.weights.conversion import checkpoint
+from parity.weights.conversion.plan import Made, Plan, Step
 
 TENSORS = {
     "a.weight": torch.randn(3, 5),

@@ -13,7 +13,7 @@ from parity import te
 from parity.case import registry
 from parity.case.case import Case, Pair
 from parity.case.weight_map import Shift, holds
-from parity.conversion.plan import ConversionError
+from parity.weights.conversion.plan import ConversionError
 
 CASES = [
     case for file in sorted((Path(__file__).parents[2] / "cases").glob("[!_]*.py")) for case in registry.load_file(file)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import parity
 from parity.case import registry
 from parity.cli import app
-from parity.conversion import checkpoint
+from parity.weights.conversion import checkpoint
 
 pytest.importorskip("transformers", reason="te-parity[examples] is not installed")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import parity
 from parity import reference
 from parity.reference import CoreAttention, rotate_halves, rotate_interleaved
-from parity.suggest.proposal import python
+from parity.weights.suggest.proposal import python
 
 HIDDEN, FFN, HEADS = 64, 128, 4
 

@@ -22,7 +22,7 @@ from parity.mistakes.codes import CODES, NEEDS, UNEXPLAINED, finding
 from parity.passes.nominal_clock import OutOfTime
 from parity.search import explanation
 from parity.search.failure import Failure
-from parity.search.steps import Before, guesses_of_later_steps, unexplained
+from parity.trainings.why_steps import Before, guesses_of_later_steps, unexplained
 
 # Every title declares what a model or a run must have, and is told only if they have it.
 

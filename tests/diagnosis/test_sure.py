@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import parity
 from parity.judge import directions
-from parity.judge.steps import multiple_moved
 from parity.mistakes import activations, attention, attention_mistakes
 from parity.mistakes.alternatives import is_written
 from parity.mistakes.hypothesis import Hypothesis, to_be_bounded
@@ -23,8 +22,9 @@ from parity.search.held_weights import _as_it_is
 from parity.search.in_full import Explanation
 from parity.search.misplaced import _moved
 from parity.search.search import _find_rivals, is_unusual
-from parity.search.steps import gradients_explained, guesses_of_any_step
 from parity.trace.calls import Misfit
+from parity.trainings.step_verdicts import multiple_moved
+from parity.trainings.why_steps import gradients_explained, guesses_of_any_step
 from tests.diagnosis.ports import compared, normal
 
 WIDTH = 64

@@ -14,9 +14,9 @@ from parity import Training, te
 from parity.case.case import Rng
 from parity.case.training import ADAM
 from parity.case.validate import check_case
-from parity.judge.band import Band, Left, band, band_of
-from parity.passes.courses import Course
 from parity.te import PRECISIONS
+from parity.trainings.band import Band, Left, band, band_of
+from parity.trainings.courses import Course
 
 STEPS = 6
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import parity
 from lab.studies.rows.optimizers import Lion
 from parity.judge.statistics import statistics
-from parity.judge.steps import Replay, deviations
 from parity.numerics.errors import Summed
-from parity.passes.steps import Update
+from parity.trainings.step_verdicts import Replay, deviations
+from parity.trainings.steps import Update
 from te_on_cpu.kernel_choices import kernel_choices
 
 # Python numbers beside a module's tensors are judged, or reported as different.

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.judge.steps import _moved_on, wrong_scaling
 from parity.te.state import Kept, Slot
+from parity.trainings.step_verdicts import _moved_on, wrong_scaling
 
 LARGEST = 448.0
 

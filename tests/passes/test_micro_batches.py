@@ -14,9 +14,9 @@ from lab.studies.rows.trainings import case_of
 from parity import Pair, Training, te
 from parity.case.case import Case
 from parity.case.validate import check_case
-from parity.passes.micro_batches import micro_batches
 from parity.passes.prepare import prepare
-from parity.passes.steps import step_case
+from parity.trainings.micro_batches import micro_batches
+from parity.trainings.steps import step_case
 from parity.user_error import UserError
 
 WIDTH = 16

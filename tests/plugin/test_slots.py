@@ -139,7 +139,8 @@ PAIRS = """
 
     import fakes
     import parity
-    from parity import comparison, parallel
+    from parity import comparison
+    from parity.trainings import parallel
 
     def told(kind, compare):
         def run(*arguments, **options):

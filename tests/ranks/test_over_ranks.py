@@ -16,11 +16,11 @@ import parity
 from lab.studies.rows.ranks import DP, EP, RIGHT, SP, WRONG, case_of
 from parity.case import registry
 from parity.case.case import Case
-from parity.judge.over_ranks import with_parts_joined
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, Piece, Whole, degrees, over, part, places
-from parity.search.over_ranks import explained_by_outputs, explained_over_ranks
-from parity.search.stages import wrong_norm
+from parity.trainings.gathered import with_parts_joined
+from parity.trainings.why_over_ranks import explained_by_outputs, explained_over_ranks
+from parity.trainings.why_stages import wrong_norm
 
 
 def named(entry):
@@ -72,8 +72,8 @@ def test_a_rank_that_breaks_is_an_error_with_its_number(mishap, told):
 
 
 def test_a_rank_that_hangs_is_told_with_its_place(monkeypatch):
-    monkeypatch.setattr("parity.parallel.TIMEOUT", 3.0)
-    monkeypatch.setattr("parity.parallel.compare_over_ranks_at.__defaults__", (None, 0.0, 3.0))
+    monkeypatch.setattr("parity.trainings.parallel.TIMEOUT", 3.0)
+    monkeypatch.setattr("parity.trainings.parallel.compare_over_ranks_at.__defaults__", (None, 0.0, 3.0))
     result = over_ranks("hangs")
     assert (result.status, "hung" in result.reason) == ("error", True)
     assert "in call" in result.traceback

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.judge import limits
-from parity.judge.band import Band, Left
 from parity.judge.limits import Difference, OfPrecision
 from parity.mistakes.codes import finding
 from parity.plugin.options import Options
@@ -29,6 +28,7 @@ from parity.report.environment import Environment
 from parity.report.markdown import MOST_RESULTS, Curve, Digest, digest, left, over_seeds, repair, write
 from parity.report.record import Item, Record, Uncollected, draw_matrix
 from parity.result import Check, Code, Finding, Result, Step
+from parity.trainings.band import Band, Left
 from te_on_cpu import cuda
 from te_on_cpu.cuda import emulated
 

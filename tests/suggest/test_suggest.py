@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import parity
 from parity.case import registry, transfer
 from parity.cli import reports, suite
-from parity.suggest import Suggestion
-from parity.suggest.proposal import explain, python
+from parity.weights.suggest import Suggestion
+from parity.weights.suggest.proposal import explain, python
 
 te = parity.te.kernels("cpu").te
 CASES = Path(__file__).parents[2] / "cases"

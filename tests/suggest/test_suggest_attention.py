@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import parity
 from parity.reference import CoreAttention
-from parity.suggest import Suggestion
-from parity.suggest.proposal import explain, python
+from parity.weights.suggest import Suggestion
+from parity.weights.suggest.proposal import explain, python
 
 # ``suggest_map`` tells similar modules apart: self-attention from cross-attention, and norms around branches.
 

@@ -18,8 +18,8 @@ from parity.case.case import Case
 from parity.cli import reports
 from parity.ranks.layout import degrees
 from parity.reference import Attention, SwiGLUMLP
-from parity.suggest.proposal import python_over_ranks
 from parity.user_error import UserError
+from parity.weights.suggest.proposal import python_over_ranks
 
 HIDDEN, FFN, HEADS, GROUPS = 32, 64, 4, 2
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import parity
 from parity.case.case import Rng
-from parity.suggest import Suggestion
-from parity.suggest.proposal import explain, python
+from parity.weights.suggest import Suggestion
+from parity.weights.suggest.proposal import explain, python
 
 # ``suggest_map`` if the reference stores a weight in another shape, under a bare name, or once for two uses.
 

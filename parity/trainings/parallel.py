@@ -28,7 +28,19 @@ from parity.comparison import (
     without_cause,
 )
 from parity.judge.limits import Table
-from parity.judge.over_ranks import (
+from parity.judge.request import CandidateRun, Request
+from parity.mistakes.codes import repairable
+from parity.numerics.golden import in_fp64
+from parity.passes.modes import usual_modes
+from parity.passes.one_pass import named_inputs, outputs_of, run, with_inputs
+from parity.passes.prepare import Prepared, cast, prepare
+from parity.ranks.launch import RanksFailed
+from parity.ranks.layout import Degrees, Whole
+from parity.result import Finding, Result, as_printable, label_of_way
+from parity.te import Kernels, Precision, why_refused
+from parity.te.attention_backend import AttentionBackend
+from parity.trace.effects import undisturbed
+from parity.trainings.gathered import (
     NO_RANKS,
     TIMEOUT,
     ended,
@@ -40,27 +52,15 @@ from parity.judge.over_ranks import (
     unreached_by,
     with_limits,
 )
-from parity.judge.request import CandidateRun, Request
-from parity.mistakes.codes import repairable
-from parity.numerics.golden import in_fp64
-from parity.passes.modes import usual_modes
-from parity.passes.on_rank import OnRank, pass_on_rank
-from parity.passes.one_pass import named_inputs, outputs_of, run, with_inputs
-from parity.passes.prepare import Prepared, cast, prepare
-from parity.ranks.launch import RanksFailed
-from parity.ranks.layout import Degrees, Whole
-from parity.result import Finding, Result, as_printable, label_of_way
-from parity.search.over_ranks import (
+from parity.trainings.on_rank import OnRank, pass_on_rank
+from parity.trainings.why_over_ranks import (
     explained_by_inputs,
     explained_by_outputs,
     explained_by_positions,
     explained_over_ranks,
 )
-from parity.search.stages import explained_by_stages, remarks_on_dropout, wrong_dropout, wrong_norm
-from parity.search.steps import listed
-from parity.te import Kernels, Precision, why_refused
-from parity.te.attention_backend import AttentionBackend
-from parity.trace.effects import undisturbed
+from parity.trainings.why_stages import explained_by_stages, remarks_on_dropout, wrong_dropout, wrong_norm
+from parity.trainings.why_steps import listed
 
 
 def compare_over_ranks_at(

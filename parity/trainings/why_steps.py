@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from parity.judge.steps import Deviation, Replay, deviations
 from parity.mistakes.alternatives import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
 from parity.mistakes.codes import repairable
 from parity.numerics.factors import uneven
-from parity.passes.micro_batches import Made
-from parity.passes.steps import BUFFERS, COPIES, HISTORIES, SCALES, Named, Resumption, Update
 from parity.result import NO_CODE, Code, Finding
+from parity.trainings.micro_batches import Made
+from parity.trainings.step_verdicts import Deviation, Replay, deviations
+from parity.trainings.steps import BUFFERS, COPIES, HISTORIES, SCALES, Named, Resumption, Update
 
 # Gradients that are not those of this step: what they could be instead, tried in this order.
 

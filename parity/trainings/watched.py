@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parity.case.training import own_part
-from parity.passes.optimized import Named, Optimized, gathered
 from parity.te import state
 from parity.trace.private_functions import CLIP, exchanged
+from parity.trainings.optimized import Named, Optimized, gathered
 
 
 @dataclass(frozen=True)

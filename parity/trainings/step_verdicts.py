@@ -21,9 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from parity.case.case import MakeOptimizer
 from parity.mistakes.codes import repairable
 from parity.numerics.factors import uneven
-from parity.passes.steps import Named, Update
 from parity.result import Finding
 from parity.te.state import Kept
+from parity.trainings.steps import Named, Update
 from parity.user_error import UserError
 
 # An optimizer that computes in FP32 rounds each of about ten operations to 6e-8, and TE's FusedAdam holds betas in

@@ -20,7 +20,15 @@ from parity.case import transfer
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
-from parity.judge.over_ranks import (
+from parity.judge.request import Request
+from parity.mistakes.codes import repairable
+from parity.passes.all_passes import Tensors
+from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
+from parity.passes.prepare import Prepared, build
+from parity.ranks.layout import Degrees, Whole, part, places
+from parity.result import Finding, Result, Switch
+from parity.te.state import Kept
+from parity.trainings.gathered import (
     TIMEOUT,
     given_of,
     in_reference_layout,
@@ -31,21 +39,13 @@ from parity.judge.over_ranks import (
     unreached_by,
     with_limits,
 )
-from parity.judge.request import Request
-from parity.mistakes.codes import repairable
-from parity.passes.all_passes import Tensors
-from parity.passes.micro_batches import shares_made
-from parity.passes.on_rank import GivenSteps, StepOnRank, steps_on_rank
-from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
-from parity.passes.optimized import followed_places, rates, steps_elements
-from parity.passes.prepare import Prepared, build
-from parity.passes.steps import Named, Stepped, Update, batch_of
-from parity.ranks.layout import Degrees, Whole, part, places
-from parity.result import Finding, Result, Switch
-from parity.search.over_ranks import explained_over_ranks
-from parity.search.stages import wrong_norm
-from parity.search.steps import are_made_of, listed, lost_state
-from parity.te.state import Kept
+from parity.trainings.micro_batches import shares_made
+from parity.trainings.on_rank import GivenSteps, StepOnRank, steps_on_rank
+from parity.trainings.optimized import followed_places, rates, steps_elements
+from parity.trainings.steps import Named, Stepped, Update, batch_of
+from parity.trainings.why_over_ranks import explained_over_ranks
+from parity.trainings.why_stages import wrong_norm
+from parity.trainings.why_steps import are_made_of, listed, lost_state
 from parity.user_error import UserError
 
 # The largest relative error of a clipping factor, which comes from an FP32 norm of gradients in 16 bits.

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from parity import reading
-from parity.conversion.plan import Made, Plan, Step, is_extra_state
 from parity.machine import files
 from parity.progress import Following, followed
 from parity.shown import one_line
 from parity.user_error import UserError
+from parity.weights.conversion.plan import Made, Plan, Step, is_extra_state
 
 # Read a file, or the files that an index names. Tensors are memory-mapped, so that only those that are used are read.
 

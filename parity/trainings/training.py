@@ -39,23 +39,28 @@ from parity.comparison import (
 )
 from parity.judge.judge import thinned
 from parity.judge.limits import Table
-from parity.judge.over_ranks import NO_RANKS, ended
 from parity.judge.request import CandidateRun, Request
-from parity.judge.steps import Replay, deviations, holds_weights, multiple_moved, not_as, wrong_scaling
 from parity.mistakes.codes import repairable
-from parity.passes.courses import Beside, Without, of_reference, side_by_side
-from parity.passes.micro_batches import buffers_read, shares_made
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import are_equal
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
-from parity.passes.steps import Buffers, Named, Stepped, Trainee, Update, is_interrupted, step_case
-from parity.passes.switches import NotCaptured, backends, compiled_anew
-from parity.passes.watched import norm_together
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Code, Finding, Result, Status, Step, Switch, as_printable, label_of_way
-from parity.search.steps import (
+from parity.te import Kernels, Precision, why_refused
+from parity.te.attention_backend import AttentionBackend, attention_backends
+from parity.te.state import fresh_caches, fresh_quantization, is_quantized
+from parity.trace.effects import undisturbed
+from parity.trainings.courses import Beside, Without, of_reference, side_by_side
+from parity.trainings.gathered import NO_RANKS, ended
+from parity.trainings.micro_batches import buffers_read, shares_made
+from parity.trainings.over_ranks import TraineeOverRanks
+from parity.trainings.step_verdicts import Replay, deviations, holds_weights, multiple_moved, not_as, wrong_scaling
+from parity.trainings.steps import Buffers, Named, Stepped, Trainee, Update, is_interrupted, step_case
+from parity.trainings.switches import NotCaptured, backends, compiled_anew
+from parity.trainings.watched import norm_together
+from parity.trainings.why_steps import (
     Before,
     Setting,
     changed_early,
@@ -72,7 +77,7 @@ from parity.search.steps import (
     stale_transposes,
     unexplained,
 )
-from parity.search.switched import (
+from parity.trainings.why_switched import (
     Replayed,
     compiled_otherwise,
     not_captured,
@@ -81,11 +86,6 @@ from parity.search.switched import (
     replay_explained,
     replay_frozen,
 )
-from parity.te import Kernels, Precision, why_refused
-from parity.te.attention_backend import AttentionBackend, attention_backends
-from parity.te.state import fresh_caches, fresh_quantization, is_quantized
-from parity.trace.effects import undisturbed
-from parity.training_over_ranks import TraineeOverRanks
 
 _NOT_COMPILED = (
     "torch.compile compiles no part of this candidate, so there is nothing to compare: TransformerEngine excludes most "

@@ -40,7 +40,7 @@ from parity.case.weight_map import (
     stack,
     transpose,
 )
-from parity.suggest.units import BIAS, WEIGHT, Group, Reading, Unit, is_norm, is_stack, readings
+from parity.weights.suggest.units import BIAS, WEIGHT, Group, Reading, Unit, is_norm, is_stack, readings
 
 # The entries by which a group of units can map: each layout in which somebody stores the same numbers.
 

@@ -17,7 +17,9 @@ from parity.case.map_check import check_map, other_names
 from parity.case.transfer import parameter_shapes
 from parity.case.validate import modules_without_memory, proposes_a_map, with_buffers_alone
 from parity.case.weight_map import WeightMap
-from parity.conversion.plan import (
+from parity.te import Backend
+from parity.user_error import UserError
+from parity.weights.conversion.plan import (
     FLOATING,
     ConversionError,
     Ignored,
@@ -30,8 +32,6 @@ from parity.conversion.plan import (
     plan,
     prefixes,
 )
-from parity.te import Backend
-from parity.user_error import UserError
 
 Direction = Literal["te", "reference"]
 

@@ -61,7 +61,7 @@ class Unit:
 
     @property
     def has_bias_of_all(self) -> bool:
-        """Return whether it is a query whose bias is that of query, key and value, see ``parity.suggest.layouts``."""
+        """Return whether it is a query whose bias is that of query, key and value, see ``layouts``."""
         weight, bias = self.parameters.get(WEIGHT, ""), self.parameters.get(BIAS, "")
         return weight.endswith(_QUERY_WEIGHT) and bias.endswith(_BIAS_OF_ALL)
 

@@ -22,7 +22,12 @@ from parity.numerics.golden import in_fp64
 from parity.numerics.rounding import rounded
 from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import cast, vary_constants
-from parity.suggest.layouts import (
+from parity.te import PRECISIONS, Kernels, state
+from parity.te.state import dequantized, moved
+from parity.trace.trace import grouped
+from parity.trace.whose import first_paragraph, users_line
+from parity.user_error import INTERRUPTS, UserError
+from parity.weights.suggest.layouts import (
     Entries,
     Geometry,
     Layout,
@@ -33,12 +38,7 @@ from parity.suggest.layouts import (
     layouts,
     with_doubts,
 )
-from parity.suggest.units import EMBEDDING, HEAD, Group, Matching, Unit, is_norm, parts_by_unit
-from parity.te import PRECISIONS, Kernels, state
-from parity.te.state import dequantized, moved
-from parity.trace.trace import grouped
-from parity.trace.whose import first_paragraph, users_line
-from parity.user_error import INTERRUPTS, UserError
+from parity.weights.suggest.units import EMBEDDING, HEAD, Group, Matching, Unit, is_norm, parts_by_unit
 
 # The questions that names and shapes leave open, each with the answers to be tried.
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +16,15 @@ from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_map_only
 
 from parity import te
-from parity.case import registry
-from parity.case.case import Case, Pair, signed_as_call
+from parity.case.case import Pair, signed_as_call
 from parity.case.patterns import expanded_names
+from parity.case.source import AsItIs, FromFile
 from parity.case.training import distance_of_part, distance_to_targets
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import WeightMap
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass, named_inputs, named_outputs, run, with_inputs
-from parity.passes.optimized import Named, gathered, is_rounded
 from parity.passes.prepare import build_as_declared
-from parity.passes.steps import Batch, Resumption, Stepped, Trainee, is_interrupted
-from parity.passes.watched import Clipping
 from parity.ranks.launch import IMPORTED_BEFORE
 from parity.ranks.layout import (
     AXES,
@@ -52,57 +47,13 @@ from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.state import Kept, check, fresh_caches, fresh_quantization, moved, settled
 from parity.trace.digests import Drop, Switched, recorded, switched_off
 from parity.trace.effects import RandomState, kept
+from parity.trainings.optimized import Named, gathered, is_rounded
+from parity.trainings.steps import Batch, Resumption, Stepped, Trainee, is_interrupted
+from parity.trainings.watched import Clipping
 from parity.user_error import UserError
 
 FOR_PASSES = (*IMPORTED_BEFORE, __name__)
 """Modules to import before ranks are forked: importing them takes a rank ten times as long as a small pass."""
-
-
-@dataclass(frozen=True)
-class FromFile:
-    """A case that another process finds in the file that declares it.
-
-    Attributes:
-        path: the file.
-        name: the case's name.
-    """
-
-    path: Path
-    name: str
-
-    def case(self) -> Case:
-        """Import the file in this process, and return the case."""
-        return registry.load_case(self.path, self.name)
-
-
-@dataclass(frozen=True, eq=False)
-class AsItIs:
-    """A case that can be pickled and sent to another process."""
-
-    itself: Case
-
-    def case(self) -> Case:
-        """Return the case."""
-        return self.itself
-
-
-def source_of(case: Case) -> AsItIs | FromFile:
-    """Return the form in which another process gets a case.
-
-    Raises:
-        UserError: if the case can neither be imported nor pickled.
-    """
-    if case.path.is_file() and any(declared.factory is case.factory for declared in registry.cases()):
-        return FromFile(case.path, case.name)
-    try:
-        pickle.dumps(case)
-        return AsItIs(case)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        pass
-    raise UserError(
-        "a pair over ranks is built on each rank, which must be able to import it: declare it with @parity.pair in its "
-        "own file"
-    )
 
 
 @dataclass(frozen=True, eq=False)

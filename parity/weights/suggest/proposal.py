@@ -25,18 +25,28 @@ from parity.case.map_check import (
 )
 from parity.case.patterns import collapsed
 from parity.case.registry import checked_ranks
+from parity.case.source import AsItIs, FromFile, source_of
 from parity.case.transfer import parameter_shapes
 from parity.case.validate import build, located
 from parity.case.weight_map import Constant, Reorder, Shape, Side, Stack, WeightMap, describe, names, shape_of
 from parity.passes.modes import usual_modes
-from parity.passes.on_rank import FOR_PASSES, AsItIs, FromFile, source_of
-from parity.ranks.launch import RanksFailed, launch
+from parity.ranks.launch import IMPORTED_BEFORE, RanksFailed, launch
 from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, degrees, joined, marked, part
-from parity.suggest.layouts import Entries, Shapes, geometry_of, stored
-from parity.suggest.settle import CLEARLY, Choice, Picks, Settled, Trial, choices, prepare_trial, settle
-from parity.suggest.units import BIAS, Group, Matching, Unit, is_norm, match, parts_by_unit, units_of, with_experts
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
+from parity.weights.suggest.layouts import Entries, Shapes, geometry_of, stored
+from parity.weights.suggest.settle import CLEARLY, Choice, Picks, Settled, Trial, choices, prepare_trial, settle
+from parity.weights.suggest.units import (
+    BIAS,
+    Group,
+    Matching,
+    Unit,
+    is_norm,
+    match,
+    parts_by_unit,
+    units_of,
+    with_experts,
+)
 
 # What has no place in a suggested map, and what is probably wrong with the modules, in one sentence each.
 
@@ -572,7 +582,7 @@ def divided(
         made = degrees({axis: count})
         try:
             asked = _Asked(source, made, size, shapes.candidate)
-            ranks = launch(_on_rank, count, [asked], imported_before=FOR_PASSES)
+            ranks = launch(_on_rank, count, [asked], imported_before=(*IMPORTED_BEFORE, __name__))
         except RanksFailed as error:
             first = error.failures[0]
             problems[f"over {made.label}, rank {first.rank} {first.how}: {first.what}"] = None

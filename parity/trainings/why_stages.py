@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from parity.mistakes.codes import repairable
-from parity.passes.micro_batches import shares_made
-from parity.passes.on_rank import OnRank
 from parity.passes.one_pass import as_arguments
 from parity.passes.prepare import Prepared
 from parity.ranks.layout import AXES, AxisName, Degrees, Piece, Pipeline, Whole
 from parity.result import Finding, Result
-from parity.search.over_ranks import may_be_left
-from parity.search.steps import listed, micro_batches_explained
 from parity.trace.digests import Drop
+from parity.trainings.micro_batches import shares_made
+from parity.trainings.on_rank import OnRank
+from parity.trainings.why_over_ranks import may_be_left
+from parity.trainings.why_steps import listed, micro_batches_explained
 
 # The stages of a pipeline: the weights they hold, their order, and the gradients they add up.
 

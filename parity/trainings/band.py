@@ -22,10 +22,10 @@ from parity.case.case import Case
 from parity.case.validate import CheckedSize
 from parity.numerics.freedom import UNFUSED
 from parity.passes.all_passes import Tensors, run_model
-from parity.passes.courses import Course, of_candidate, of_reference
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared
 from parity.result import Kind
+from parity.trainings.courses import Course, of_candidate, of_reference
 
 if TYPE_CHECKING:
     from parity.te import Kernels, Precision

@@ -32,18 +32,26 @@ from parity.case.training import (
 )
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import Constant, Copies, holds
-from parity.passes import switches
 from parity.passes.all_passes import Tensors, with_weights
-from parity.passes.micro_batches import micro_batches
 from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero, restored_buffers
-from parity.passes.optimized import Named, Optimized, followed_places, gathered, held_by, standing_still, steps_elements
 from parity.passes.prepare import Prepared, build, rounded_inputs
-from parity.passes.watched import Clipping, Lost, clipping_of, copied_gradients, moved, sums_in_16_bits, watched
 from parity.ranks.layout import Parallel
 from parity.result import Switch, label_of
 from parity.te import state
 from parity.te.attention_backend import te_variables
 from parity.te.state import Kept, kept, slots
+from parity.trainings import switches
+from parity.trainings.micro_batches import micro_batches
+from parity.trainings.optimized import (
+    Named,
+    Optimized,
+    followed_places,
+    gathered,
+    held_by,
+    standing_still,
+    steps_elements,
+)
+from parity.trainings.watched import Clipping, Lost, clipping_of, copied_gradients, moved, sums_in_16_bits, watched
 from parity.user_error import UserError
 
 if TYPE_CHECKING:

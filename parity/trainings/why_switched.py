@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from parity.mistakes.codes import repairable
-from parity.passes.courses import Beside, Computed
 from parity.passes.one_pass import Arguments, as_arguments
-from parity.passes.steps import Batch, Trainee, digest
-from parity.passes.switches import DIFFERENTIATED, GENERATED, TRACED, Exchange, Journal, NotCaptured
 from parity.result import Finding
 from parity.shown import raised
 from parity.te.state import is_quantized
 from parity.trace.whose import Owner, is_of_te, module_of, users_line, whose
+from parity.trainings.courses import Beside, Computed
+from parity.trainings.steps import Batch, Trainee, digest
+from parity.trainings.switches import DIFFERENTIATED, GENERATED, TRACED, Exchange, Journal, NotCaptured
 
 # CUDA graphs: values that a graph may keep from its capture are set back to what they were at the capture.
 

@@ -1,6 +1,6 @@
 """Follow whole trainings: the reference's, exact or rounded, and the candidate's, with and without a switch.
 
-Steps of the reference are not compared with those of another training here; ``parity.training`` judges single steps.
+Steps of the reference are not compared with those of another training here; ``training`` judges single steps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from parity.case.case import Case, mixed
 from parity.case.training import reference_optimizer, schedule_of
 from parity.case.validate import CheckedSize
 from parity.passes.all_passes import Tensors, golden_tensors
-from parity.passes.optimized import followed_places
 from parity.passes.prepare import Prepared
 from parity.passes.prepare import prepare as prepared_step
-from parity.passes.steps import SCALES, Batch, Buffers, Named, Stepped, Trainee, digest, step_case
 from parity.result import label_of
 from parity.te.attention_backend import BACKENDS, AttentionBackend, attention_backends
 from parity.te.state import fresh_caches, fresh_quantization
+from parity.trainings.optimized import followed_places
+from parity.trainings.steps import SCALES, Batch, Buffers, Named, Stepped, Trainee, digest, step_case
 
 if TYPE_CHECKING:
     from parity.te import Kernels, Precision

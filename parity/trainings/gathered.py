@@ -13,16 +13,17 @@ from torch.utils._pytree import tree_map_only
 from parity.case import transfer
 from parity.case.case import Case
 from parity.case.map_check import other_names
+from parity.case.source import AsItIs, source_of
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.judge.request import Request
 from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Tensors
-from parity.passes.on_rank import FOR_PASSES, AsItIs, Given, OnRank, source_of
 from parity.passes.prepare import Prepared, build
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, Piece, Whole, places
 from parity.result import Finding, Result
+from parity.trainings.on_rank import FOR_PASSES, Given, OnRank
 from parity.user_error import UserError
 
 # Seconds that ranks may take for their passes.

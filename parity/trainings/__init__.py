@@ -1,0 +1,1 @@
+"""Compare trainings step by step, and candidates that several ranks compute together; see README."""
