@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import leave_out_rows
 from hypothesis import settings
 
 from parity.settings import VARIABLE
@@ -33,6 +34,10 @@ settings.load_profile("parity")
 
 # Findings must not depend on the machine's speed: unless a test says otherwise, real time does not limit a search.
 os.environ[VARIABLE] = "0"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out_rows(config, items)
 
 
 @pytest.hookimpl(optionalhook=True)

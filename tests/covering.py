@@ -1,0 +1,67 @@
+"""Choose a few rows of a parametrized test that cover what all rows cover, one by one and in pairs.
+
+A test with several parameters has a row for each combination of their values. What a wrong line of code does hardly
+ever depends on more than two values at once (Kuhn, Wallace and Gallo, "Software fault interactions", IEEE TSE 30,
+2004), so rows are left out if others have each of their values and, with three parameters or more, each pair of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+
+def choose_rows(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """Return the numbers of rows that cover all rows, in order.
+
+    Args:
+        rows: each row's value of each parameter.
+    """
+    columns = [column for name in rows[0] if len(set(column := [row[name] for row in rows])) > 1]
+    if len(columns) < 2:
+        return list(range(len(rows)))
+    together = min(2, len(columns) - 1)
+    owed = [set(_list_combinations([column[i] for column in columns], together)) for i in range(len(rows))]
+    chosen = []
+    while any(owed):
+        best = max(range(len(rows)), key=lambda i: len(owed[i]))
+        chosen.append(best)
+        covered = set(owed[best])
+        owed = [one - covered for one in owed]
+    return sorted(chosen)
+
+
+def _list_combinations(row: Sequence[Hashable], together: int) -> Iterator[tuple[tuple[int, Hashable], ...]]:
+    """Yield each combination of so many parameters with their values."""
+    return combinations(enumerate(row), together)
+
+
+def leave_out_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the rows that others cover, unless all are asked for, or tests by name."""
+    if config.getoption("--full") or any("::" in one for one in config.args) or config.getoption("keyword"):
+        return
+    tests: dict[str, list[Any]] = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+
+    left_out = set()
+    for rows in tests.values():
+        kept = choose_rows([_read_values(row) for row in rows])
+        left_out |= set(rows) - {rows[i] for i in kept}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _read_values(item: Any) -> dict[str, Hashable]:
+    """Return what each ``parametrize`` of a test, and each parametrized fixture, gives to this row."""
+    values: dict[str, Hashable] = {name: id(value) for name, value in item.callspec.params.items()}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0])
+        of_mark = [name.strip() for name in names.split(",") if name.strip() in values]
+        values[names] = tuple([values.pop(name) for name in of_mark])  # a row of a table is kept as a whole
+    return values
