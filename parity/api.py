@@ -43,7 +43,7 @@ def checked_seeds(seeds: object) -> list[int]:
     """Return the seeds, at least one: Python's or NumPy's integers from 0."""
     if isinstance(seeds, str) or not isinstance(seeds, Iterable):
         raise UserError(f"seeds must be a list of whole numbers, such as range(3), not {seeds!r}")
-    numbers = list(map(_seed, seeds))
+    numbers = list(map(_require_seed, seeds))
     if not numbers:
         raise UserError("seeds is empty; leave it out for seed 0")
     return numbers
@@ -75,7 +75,7 @@ def checked_diagnosis(diagnose: object, seconds: object) -> float | None:
     return float(seconds) if diagnose else None  # type: ignore[arg-type]
 
 
-def _seed(seed: object) -> int:
+def _require_seed(seed: object) -> int:
     try:
         number = operator.index(seed)  # type: ignore[arg-type]
     except TypeError:

@@ -223,15 +223,15 @@ def _judge_in_parts(request: Request) -> Comparison:
     """Judge each part of the outputs by itself, and the whole as well if a part cannot be compared."""
     cases = _list_parts(request)
     if len(cases) == 1:
-        return _judge(replace(request, case=cases[0]))
+        return _judge_outputs(replace(request, case=cases[0]))
     parts: list[Comparison] = []
     for case in cases:
         fails = any(one.result.status == "failed" for one in parts)  # stays noted while the others are compared
         on_progress = ignore_progress if fails else request.on_progress
-        parts.append(_judge(replace(request, case=case, on_progress=on_progress)))
+        parts.append(_judge_outputs(replace(request, case=case, on_progress=on_progress)))
     whole = None
     if any(one.result.status == "error" for one in parts):
-        parts = [_judge(request), *(one for one in parts if one.result.status != "error")]
+        parts = [_judge_outputs(request), *(one for one in parts if one.result.status != "error")]
     elif parts[-1].result.status == "failed":
         whole = replace(request, on_progress=ignore_progress)
     return Comparison(request, parts=tuple(parts), whole=whole).ended(merged([one.result for one in parts]))
@@ -262,19 +262,19 @@ def _explain_in_parts(comparison: Comparison, seconds: float) -> Result:
     this search finds no cause, the failed parts are searched one by one.
     """
     if comparison.needs_cause:
-        return _explain(comparison, seconds)
-    whole = None if comparison.whole is None else _judge(comparison.whole)
+        return _explain_failure(comparison, seconds)
+    whole = None if comparison.whole is None else _judge_outputs(comparison.whole)
     if whole is not None and whole.needs_cause:
-        explained = _explain(whole, seconds)
+        explained = _explain_failure(whole, seconds)
         if is_explained(explained):
             return replace(comparison.result, findings=explained.findings)
-    return merged([_explain(one, seconds) if one.needs_cause else one.result for one in comparison.parts])
+    return merged([_explain_failure(one, seconds) if one.needs_cause else one.result for one in comparison.parts])
 
 
 # One part: run every pass, judge every tensor, decide.
 
 
-def _judge(request: Request) -> Comparison:
+def _judge_outputs(request: Request) -> Comparison:
     """Compare the outputs of one part, or all of them."""
     comparison = Comparison(request)
     unavailable = why_refused(request.precision, request.kernels)
@@ -291,7 +291,7 @@ def _judge(request: Request) -> Comparison:
         return comparison.ended(_error_result(request, said(error), error.__cause__ or error))
     try:
         _judge_tensors(comparison)
-        result = _decide(comparison)
+        result = _decide_result(comparison)
     except UserError as error:  # the table has no law for it
         result = request.result("error", reason=said(error))
     candidate = comparison.candidate
@@ -434,7 +434,7 @@ def _judge_tensors(comparison: Comparison) -> None:
     comparison.tensors = judge_by(comparison.models)
     if comparison.passed:
         if rounding_chooses(comparison.prepared, comparison.request.precision.rounding):
-            _rejudge(comparison, judge_by)
+            _rejudge_tensors(comparison, judge_by)
         return
     comparison.request.on_progress(_provisional_failure(comparison), False)
 
@@ -442,7 +442,7 @@ def _judge_tensors(comparison: Comparison) -> None:
         what = f"the second look, which tells chance from a mistake, raised {_say_where_raised(error)}"
         comparison.remarks = (f"{what}; the first look counts",)
 
-    catching(lambda: _rejudge(comparison, judge_by), keep_first_look)
+    catching(lambda: _rejudge_tensors(comparison, judge_by), keep_first_look)
     comparison.request.on_progress(None if comparison.passed else _provisional_failure(comparison), True)
 
 
@@ -479,7 +479,7 @@ def _add_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:
     ]
 
 
-def _rejudge(comparison: Comparison, judge_by: Callable[..., tuple[TensorResult, ...]]) -> None:
+def _rejudge_tensors(comparison: Comparison, judge_by: Callable[..., tuple[TensorResult, ...]]) -> None:
     """Judge again, allowing for what this port was seen to do and for what other kernels or roundings may do."""
     request, models, first_look = comparison.request, comparison.models, comparison.tensors
     rounding, dtype = request.precision.rounding, request.precision.dtype
@@ -510,7 +510,7 @@ def _rejudge(comparison: Comparison, judge_by: Callable[..., tuple[TensorResult,
 # The decision.
 
 
-def _decide(comparison: Comparison) -> Result:
+def _decide_result(comparison: Comparison) -> Result:
     """Return the result to which the verdicts, and what was seen beside them, lead."""
     request, prepared, candidate = comparison.request, comparison.prepared, comparison.candidate
     tensors = pictured(comparison.tensors, golden_truths(prepared), candidate.tensors, comparison.models)
@@ -560,7 +560,7 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
 # The search for the cause of a failure.
 
 
-def _explain(comparison: Comparison, seconds: float) -> Result:
+def _explain_failure(comparison: Comparison, seconds: float) -> Result:
     """Return a failure with its findings and the search's notes, or with a note on what ended the search."""
     return catching(lambda: _search_for_cause(comparison, seconds), partial(without_cause, comparison.result))
 

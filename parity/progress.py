@@ -49,7 +49,7 @@ class Following:
         if _is_terminal(self._file) and not is_quiet():
             console, is_own = Console(file=self._file, highlight=False), self._file is sys.stderr
             self._bar = Progress(
-                *_columns(self._total),
+                *_make_columns(self._total),
                 console=console,
                 auto_refresh=False,
                 transient=True,
@@ -85,7 +85,7 @@ class Following:
     def at(self, done: int, total: int) -> None:
         """Report how many parts are done, and how many there are, which may have been unknown or fewer before."""
         if self._bar is not None and total != self._total:
-            self._bar.columns = _columns(total)
+            self._bar.columns = _make_columns(total)
             self._bar.update(self._task, total=total)
         self._total = total
         self.step(done - self._done)
@@ -97,7 +97,7 @@ class Following:
             self._bar = None
 
 
-def _columns(total: int | None) -> tuple[ProgressColumn, ...]:
+def _make_columns(total: int | None) -> tuple[ProgressColumn, ...]:
     """Return the columns of a bar; without a total, it only shows the time so far."""
     what = TextColumn("{task.description}", markup=False)
     if not total:

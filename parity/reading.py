@@ -38,7 +38,7 @@ def parsed(data: bytes, model: Callable[[Any], Content]) -> Content:
         NotReadableError: if it is not JSON, or the model rejects it.
     """
     try:
-        value = json.loads(data.decode(), parse_int=_integer)
+        value = json.loads(data.decode(), parse_int=_parse_integer)
     except UnicodeDecodeError:
         raise NotReadableError("not JSON: it is not text in UTF-8") from None
     except RecursionError:
@@ -72,7 +72,7 @@ def why(error: Exception) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
-def _integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise NotReadableError(f"a number has {len(digits):,} digits")
     return int(digits)

@@ -171,7 +171,7 @@ class CoreAttention(nn.Module):
             return self._in_blocks(query, key, value, key_is_padding)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (key, value))
         scores = query.transpose(1, 2) @ key.transpose(-1, -2) / math.sqrt(head_dim)
-        hidden = self._hidden(seq_q, key.shape[2], query.device)
+        hidden = self._find_hidden_keys(seq_q, key.shape[2], query.device)
         if key_is_padding is not None:
             hidden = hidden | key_is_padding[:, None, None, :]
         probabilities = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
@@ -184,7 +184,7 @@ class CoreAttention(nn.Module):
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return blocked_attention.attention(query, key, value, mask, band).transpose(1, 2).flatten(2)
 
-    def _hidden(self, seq_q: int, seq_kv: int, device: torch.device) -> Tensor:
+    def _find_hidden_keys(self, seq_q: int, seq_kv: int, device: torch.device) -> Tensor:
         """Return ``[seq_q, seq_kv]``, True where a query must not see a key."""
         distance = torch.arange(seq_q, device=device)[:, None] - torch.arange(seq_kv, device=device)
         hidden = torch.zeros_like(distance, dtype=torch.bool)

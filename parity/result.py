@@ -458,7 +458,7 @@ def label_of_way(size_label: str, steps: int = 0, switch: Switch = "", ranks: st
 
 def to_json(result: Result) -> dict[str, Any]:
     """Return a dict of JSON types; a number that JSON lacks becomes, for example, ``{"float": "inf"}``."""
-    return _encode(dataclasses.asdict(result))
+    return _encode_non_finite(dataclasses.asdict(result))
 
 
 def from_json(record: dict[str, Any]) -> Result:
@@ -467,33 +467,33 @@ def from_json(record: dict[str, Any]) -> Result:
     Raises:
         pydantic.ValidationError: if a field is missing or of another type; it is a ``ValueError``.
     """
-    return _schema().validate_python(_decode(record))
+    return _make_schema().validate_python(_decode_non_finite(record))
 
 
 @functools.cache
-def _schema() -> TypeAdapter[Result]:
+def _make_schema() -> TypeAdapter[Result]:
     return TypeAdapter(Result)  # as slow to make as a hundred results are to read, and most processes read none
 
 
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def _encode(value: Any) -> Any:
+def _encode_non_finite(value: Any) -> Any:
     """Replace NaN and the infinities, for which JSON has no numbers, by ``{"float": "nan"}`` and the like."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if isinstance(value, dict):
-        return {key: _encode(entry) for key, entry in value.items()}
+        return {key: _encode_non_finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_encode(entry) for entry in value]
+        return [_encode_non_finite(entry) for entry in value]
     return value
 
 
-def _decode(value: Any) -> Any:
+def _decode_non_finite(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"float"} and value["float"] in _NON_FINITE:
             return _NON_FINITE[value["float"]]
-        return {key: _decode(entry) for key, entry in value.items()}
+        return {key: _decode_non_finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_decode(entry) for entry in value]
+        return [_decode_non_finite(entry) for entry in value]
     return value

@@ -45,7 +45,7 @@ def printable(value: str) -> str:
 
 def text(value: str) -> str:
     """Return lines for a terminal or a file; invisible characters become escapes such as ``\\x1b``."""
-    return _JOB_COMMAND.sub(lambda found: f"{found[0]}\\", _UNSEEN.sub(_escape, value))
+    return _JOB_COMMAND.sub(lambda found: f"{found[0]}\\", _UNSEEN.sub(_escape_character, value))
 
 
 def line(value: str) -> str:
@@ -53,17 +53,17 @@ def line(value: str) -> str:
     return text(value).replace("\n", "\\n")
 
 
-def _escape(found: re.Match[str]) -> str:
+def _escape_character(found: re.Match[str]) -> str:
     code = ord(found[0])
     return "    " if code == 9 else f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def prose(value: str) -> str:
     """Return one line of markdown that shows the text as it is, with what would be live, such as a link, as code."""
-    return _EDGE.sub(r"\g<0>\\", " ".join(map(_plain, line(value).split(" "))))
+    return _EDGE.sub(r"\g<0>\\", " ".join(map(_escape_word, line(value).split(" "))))
 
 
-def _plain(word: str) -> str:
+def _escape_word(word: str) -> str:
     """Return markdown that shows a word as it is."""
     if _LIVE.search(word):
         return code(word)

@@ -125,9 +125,9 @@ def multiplied(key: str, factor: float) -> Iterator[None]:
         patch.setattr(limits.Law.limit, "__defaults__", (rate,))
         patch.setattr(statistics, "_DEVIATIONS", -float(special.ndtri(rate)))
         patch.setattr(statistics, "_CHANCE", float(special.ndtr(statistics._BY_CHANCE)))
-        limits._limit.cache_clear()
+        limits._compute_limit.cache_clear()
         yield
-    limits._limit.cache_clear()
+    limits._compute_limit.cache_clear()
 
 
 # The ports: the right and the wrong ones whose margins are nearest to 1. Others do not change with a factor of 2.

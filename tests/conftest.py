@@ -57,12 +57,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file, _, name = nodeid.partition("::")
             return file if self._by_file and name.startswith("test_") else super()._split_scope(nodeid)
 
-        def _sort(self) -> None:
+        def _sort_groups(self) -> None:
             """Keep files in their order, after the cases."""
             for scope in dict.fromkeys(map(self._split_scope, self.collection or ())):
                 if scope in self.workqueue:
                     self.workqueue.move_to_end(scope)
-            super()._sort()
+            super()._sort_groups()
             for scope in [scope for scope in self.workqueue if not is_item(next(iter(self.workqueue[scope])))]:
                 self.workqueue.move_to_end(scope)
 

@@ -49,24 +49,24 @@ class Rng:
 
     def normal(self, *shape: int | Sequence[int], std: float = 1.0, mean: float = 0.0) -> Tensor:
         """Return Gaussian values; the shape is given as numbers or as one tuple."""
-        drawn = torch.empty(_flat(shape), dtype=torch.float32)
+        drawn = torch.empty(_flatten_shape(shape), dtype=torch.float32)
         drawn.normal_(generator=self._generator)  # ``parity.passes.draws`` recognises this operation
         return drawn if (std, mean) == (1.0, 0.0) else drawn * std + mean  # scaling takes longer than a repeated draw
 
     def uniform(self, *shape: int | Sequence[int], low: float = 0.0, high: float = 1.0) -> Tensor:
         """Return values evenly spread over [low, high)."""
-        return torch.rand(_flat(shape), generator=self._generator, dtype=torch.float32) * (high - low) + low
+        return torch.rand(_flatten_shape(shape), generator=self._generator, dtype=torch.float32) * (high - low) + low
 
     def integers(self, *shape: int | Sequence[int], low: int = 0, high: int) -> Tensor:
         """Return int64 values from low to high - 1."""
-        return torch.randint(low, high, _flat(shape), generator=self._generator)
+        return torch.randint(low, high, _flatten_shape(shape), generator=self._generator)
 
     def permutation(self, n: int) -> Tensor:
         """Return the numbers from 0 to n - 1 in random order, int64."""
         return torch.randperm(n, generator=self._generator)
 
 
-def _flat(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
+def _flatten_shape(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
     """Return the sizes of a shape that is given as numbers or as one tuple."""
     return tuple(chain.from_iterable((one,) if isinstance(one, int) else one for one in shape))
 
@@ -273,10 +273,10 @@ def as_case(pair: Case | Pair) -> Case:
         return pair
     if not isinstance(pair, Pair):
         raise UserError(f"expected a parity.Pair or a function decorated with @parity.pair, not {type(pair).__name__}")
-    return Case("pair", lambda te: _copied(pair), sizes=({},), vary_constants=False, path=Path("pair"))
+    return Case("pair", lambda te: _copy_pair(pair), sizes=({},), vary_constants=False, path=Path("pair"))
 
 
-def _copied(pair: Pair) -> Pair:
+def _copy_pair(pair: Pair) -> Pair:
     try:
         copied = replace(copy.deepcopy(pair), fill=False if pair.fill is None else pair.fill)
         for module, original in ((copied.reference, pair.reference), (copied.candidate, pair.candidate)):
@@ -309,10 +309,10 @@ def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
         UserError: if it asks for a size that the case does not have.
     """
     with cuda_is_cpu_without_gpu():
-        return _plain(_drawn(pair, size, rng))
+        return _convert_mapping_to_dict(_call_inputs(pair, size, rng))
 
 
-def _drawn(pair: Pair, size: Size, rng: Rng) -> Any:
+def _call_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
     parameters = list(inspect.signature(pair.inputs).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return pair.inputs(rng, **size)
@@ -324,6 +324,6 @@ def _drawn(pair: Pair, size: Size, rng: Rng) -> Any:
     return pair.inputs(rng, **{parameter.name: size[parameter.name] for parameter in named})
 
 
-def _plain(inputs: Any) -> Any:
+def _convert_mapping_to_dict(inputs: Any) -> Any:
     """Return any mapping as a dict, since PyTorch finds no tensors in other mappings, such as a tokenizer's output."""
     return dict(inputs) if isinstance(inputs, Mapping) else inputs

@@ -56,14 +56,14 @@ class Decoding:
         """
         batch, seq = x.shape[:2]
         ends = [seq] * batch if lengths is None else [int(length) for length in lengths]
-        prompts = self._prompts(ends)
-        cache = self._cache(module, batch, seq, max(prompts))
+        prompts = self._count_prompt_tokens(ends)
+        cache = self._make_cache(module, batch, seq, max(prompts))
         done, joined = [0] * batch, None
         while rows := [row for row in range(batch) if done[row] < ends[row]]:
             counts = {row: prompts[row] if not done[row] else 1 for row in rows}
             cache.pre_step(OrderedDict(counts))
             tokens = [x[row, done[row] : done[row] + count] for row, count in counts.items()]
-            returned = self._parts(self._step(module, self._laid_out(tokens), cache, counts, given), counts)
+            returned = self._split_output(self._run_step(module, self._laid_out(tokens), cache, counts, given), counts)
             for row, part in zip(rows, returned, strict=True):
                 joined = part.new_zeros(batch, seq, *part.shape[1:]) if joined is None else joined
                 joined[row, done[row] : done[row] + len(part)] = part
@@ -72,7 +72,7 @@ class Decoding:
             raise UserError("a batch without tokens cannot be decoded")
         return joined
 
-    def _prompts(self, ends: Sequence[int]) -> list[int]:
+    def _count_prompt_tokens(self, ends: Sequence[int]) -> list[int]:
         prompts = [self.prompt] * len(ends) if isinstance(self.prompt, int) else list(self.prompt)
         if len(prompts) != len(ends) or any(prompt < 1 for prompt in prompts):
             raise UserError(
@@ -80,7 +80,7 @@ class Decoding:
             )
         return [min(prompt, end) for prompt, end in zip(prompts, ends, strict=True)]
 
-    def _cache(self, module: nn.Module, batch: int, seq: int, longest_prompt: int) -> Any:
+    def _make_cache(self, module: nn.Module, batch: int, seq: int, longest_prompt: int) -> Any:
         te = importlib.import_module("transformer_engine.pytorch")
         page = self.page_size or 1
         pages = -(-seq // page)
@@ -98,7 +98,7 @@ class Decoding:
             **paged,
         )
 
-    def _step(
+    def _run_step(
         self, module: nn.Module, part: Tensor, cache: Any, counts: Mapping[int, int], given: Mapping[str, Any]
     ) -> Tensor:
         passed: dict[str, Any] = {"inference_params": cache}
@@ -126,7 +126,7 @@ class Decoding:
             return torch.cat(list(tokens))
         return nn.utils.rnn.pad_sequence(list(tokens), batch_first=self.qkv_format == "bshd")
 
-    def _parts(self, returned: Tensor, counts: Mapping[int, int]) -> list[Tensor]:
+    def _split_output(self, returned: Tensor, counts: Mapping[int, int]) -> list[Tensor]:
         """Return a step's output for each sequence's tokens."""
         if self.qkv_format == "thd":
             return list(returned.split(list(counts.values())))

@@ -32,10 +32,10 @@ def imports_parity(file: Path) -> bool:
         if current in seen:
             continue
         seen.add(current)
-        modules = list(_imported(current))
+        modules = list(_list_imports(current))
         if any(module.partition(".")[0] == _NAME for module in modules):
             return True
-        front += [found for module in modules for found in _beside(current, module)]
+        front += [found for module in modules for found in _find_module_files(current, module)]
     return False
 
 
@@ -55,7 +55,7 @@ def is_regular(file: Path) -> bool:
         return False
 
 
-def _imported(file: Path) -> Iterator[str]:
+def _list_imports(file: Path) -> Iterator[str]:
     """Yield the modules that a file imports, with leading dots if they are relative, and also names of functions."""
     text = text_of(file)
     try:
@@ -74,16 +74,16 @@ def _imported(file: Path) -> Iterator[str]:
             yield from (f"{module}{'.' if node.module else ''}{alias.name}" for alias in node.names)
 
 
-def _beside(file: Path, module: str) -> Iterator[Path]:
+def _find_module_files(file: Path, module: str) -> Iterator[Path]:
     """Yield the files that a module's name can mean in this file."""
     name = module.lstrip(".")
     level = len(module) - len(name)
-    for base in [file.parents[min(level, len(file.parents)) - 1]] if level else [file.parent, _root(file)]:
+    for base in [file.parents[min(level, len(file.parents)) - 1]] if level else [file.parent, _find_import_root(file)]:
         place = base.joinpath(*name.split("."))
         yield from (found for found in (place.with_suffix(".py"), place / "__init__.py") if is_regular(found))
 
 
-def _root(file: Path) -> Path:
+def _find_import_root(file: Path) -> Path:
     """Return the folder of the outermost package that the file is in, from which its absolute imports start."""
     folder = file.parent
     while is_regular(folder / "__init__.py") and folder != folder.parent:
@@ -121,14 +121,14 @@ def place_of(caller: FrameType | None) -> Place:
         return Place()
     body = _being_imported(caller)
     if body is None:
-        return _place(caller, None)
+        return _make_place(caller, None)
     frame: FrameType | None = caller
     while frame is not None and frame.f_code.co_filename != body.f_code.co_filename:
         frame = frame.f_back
-    return _place(frame or body, body.f_code)
+    return _make_place(frame or body, body.f_code)
 
 
-def _place(frame: FrameType, body: CodeType | None) -> Place:
+def _make_place(frame: FrameType, body: CodeType | None) -> Place:
     name = str(frame.f_globals.get("__name__", ""))
     return Place(Path(frame.f_code.co_filename).resolve(), frame.f_lineno, name, body)
 

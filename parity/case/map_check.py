@@ -103,32 +103,32 @@ def lines(problems: Iterable[Problem]) -> list[str]:
     """Return a line for each problem, merged for similar layers; long lists and long lines are shortened."""
     told: set[str] = set()
     found: list[str] = []
-    for problem in _together(problems):
+    for problem in _merge_similar_problems(problems):
         kind = _CONSTANT.sub("", problem.advice)
-        text = _short(problem.text)
+        text = _shorten_text(problem.text)
         found.append(text if not kind or kind in told else f"{text}; {problem.advice}")
         told.add(kind)
     hidden = len(found) - MOST_LINES
     return found if hidden <= 1 else [*found[:MOST_LINES], f"and {hidden} more problems like these"]
 
 
-def _short(text: str) -> str:
+def _shorten_text(text: str) -> str:
     """Return the ends of a long text, such as an entry that names dozens of experts."""
     end = MOST_LETTERS // 2
     return text if len(text) <= MOST_LETTERS else f"{text[:end]} ... {text[-end:]}"
 
 
-def _together(problems: Iterable[Problem]) -> Iterator[Problem]:
+def _merge_similar_problems(problems: Iterable[Problem]) -> Iterator[Problem]:
     """Yield the problems in their order; those that differ only in layers' numbers are merged into the first."""
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         alike.setdefault((_NUMBER.sub("#", problem.text), _NUMBER.sub("#", problem.advice)), []).append(problem)
     for members in alike.values():
         unique = list(dict.fromkeys(members))
-        yield from [_merged(unique)] if len(unique) > 1 and _are_all_combinations(unique) else unique
+        yield from [_merge_into_one(unique)] if len(unique) > 1 and _are_all_combinations(unique) else unique
 
 
-def _columns(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
+def _find_number_columns(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
     """Return the numbers in each place of the problems' names."""
     each = [[int(number) for number in _NUMBER.findall(f"{p.text}\n{p.advice}")] for p in problems]
     return list(zip(*each, strict=True))
@@ -136,18 +136,20 @@ def _columns(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
 
 def _are_all_combinations(problems: Sequence[Problem]) -> bool:
     """Return whether independent numbers, such as those of layers and experts, occur in all combinations."""
-    independent = {tuple(number - column[0] for number in column): len(set(column)) for column in _columns(problems)}
+    independent = {
+        tuple(number - column[0] for number in column): len(set(column)) for column in _find_number_columns(problems)
+    }
     return math.prod(independent.values()) == len(problems)
 
 
-def _merged(problems: Sequence[Problem]) -> Problem:
+def _merge_into_one(problems: Sequence[Problem]) -> Problem:
     """Return one problem, with ranges for its numbers."""
-    ranges = iter([_ranges(sorted(set(column))) for column in _columns(problems)])
+    ranges = iter([_format_ranges(sorted(set(column))) for column in _find_number_columns(problems)])
     text = _NUMBER.sub(lambda _: next(ranges), problems[0].text)
     return replace(problems[0], text=text, advice=_NUMBER.sub(lambda _: next(ranges), problems[0].advice))
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _format_ranges(numbers: Sequence[int]) -> str:
     """Return ``0..11``, or ``0..3,7`` if some are left out."""
     starts = [0, *(i for i, (one, other) in enumerate(pairwise(numbers), 1) if other != one + 1), len(numbers)]
     runs = [numbers[start:stop] for start, stop in pairwise(starts)]
@@ -165,7 +167,7 @@ def tied_in_entry(
     left: Side, right: Side, weights: WeightMap, reference: Parameters, candidate: Parameters
 ) -> Iterator[str]:
     """Yield what is wrong with the names in an entry that are further names of tied parameters."""
-    firsts = [_first(side, module) for side, module in ((left, reference), (right, candidate))]
+    firsts = [_find_first_name(side, module) for side, module in ((left, reference), (right, candidate))]
     if None not in firsts and weights.get(str(firsts[0])) == firsts[1]:
         yield f'both modules tie this to "{firsts[0]}", which has an entry: leave this one out'
         return
@@ -203,7 +205,7 @@ def fill_both(weights: WeightMap, first: str, name: str) -> str:
     return f'tie TE\'s, or write "{first}": {both}'
 
 
-def _first(side: Side, module: Parameters) -> str | None:
+def _find_first_name(side: Side, module: Parameters) -> str | None:
     return module.others.tied.get(side) if isinstance(side, str) else None
 
 
@@ -223,12 +225,12 @@ def untied(weights: WeightMap, reference: nn.Module, candidate: nn.Module) -> tu
     Raises:
         WeightMapError: if two of the candidate's parameters share memory, but are separate in the reference.
     """
-    of_reference, of_candidate = _sharing(reference), _sharing(candidate)
+    of_reference, of_candidate = _find_shared_memory(reference), _find_shared_memory(candidate)
     by_left = {name: sides for sides in weights.items() for name in names(sides[0])}
     by_right = {name: sides for sides in weights.items() for name in names(sides[1])}
     for name, first in of_candidate.items():
         here, there = by_right[name], by_right[first]
-        copied = any({name, first} <= set(some) for some in _copies(here[1]))
+        copied = any({name, first} <= set(some) for some in _find_copies(here[1]))
         if any(names(here[0])) and not (copied or (here[0] != there[0] and _are_one(here[0], there[0], of_reference))):
             raise WeightMapError(f'TE\'s "{name}" shares the memory of its "{first}", {UNTIED}')
     told = []
@@ -243,18 +245,18 @@ def untied(weights: WeightMap, reference: nn.Module, candidate: nn.Module) -> tu
         here, there = by_left[name], by_left[first]
         if here[0] == there[0] or not _are_one(here[1], there[1], of_candidate):
             apart = [*names(there[1]), *names(here[1])]
-            told.append(_told(f'"{name}" shares the memory of "{first}"', apart))
+            told.append(_describe_drift(f'"{name}" shares the memory of "{first}"', apart))
     tied = other_names(reference).tied
     for left, right in weights.items():
-        for apart in _copies(right):
+        for apart in _find_copies(right):
             if len({of_candidate.get(name, name) for name in apart}) > 1:
                 further = [other for other, first in tied.items() if first in names(left)]
                 one = f'"{further[0]}" is tied to {describe(left)}' if further else f"{describe(left)} is one parameter"
-                told.append(_told(one, apart))
+                told.append(_describe_drift(one, apart))
     return tuple(lines(map(Problem, told)))
 
 
-def _told(in_reference: str, apart: list[str]) -> str:
+def _describe_drift(in_reference: str, apart: list[str]) -> str:
     """Say what happens to parameters that are held apart."""
     shown = ", ".join(f'"{name}"' for name in dict.fromkeys(apart))
     return (
@@ -264,21 +266,21 @@ def _told(in_reference: str, apart: list[str]) -> str:
     )
 
 
-def _copies(side: Side) -> Iterator[list[str]]:
+def _find_copies(side: Side) -> Iterator[list[str]]:
     """Yield the parameters of each ``copies`` in a side."""
     if isinstance(side, Copies):
         yield [name for part in side.parts for name in names(part)]
     elif not isinstance(side, str):
         for part in getattr(side, "parts", ()):
-            yield from _copies(part)
+            yield from _find_copies(part)
 
 
-def _sharing(module: nn.Module) -> dict[str, str]:
+def _find_shared_memory(module: nn.Module) -> dict[str, str]:
     """Return the parameters that share another one's memory, in the same shape, each with the first in that memory."""
     first: dict[tuple[object, ...], str] = {}
     found: dict[str, str] = {}
     for name, parameter in module.named_parameters():
-        place = _place(parameter)
+        place = _locate_in_memory(parameter)
         if place is not None and first.setdefault(place, name) != name:
             found[name] = first[place]
     return found
@@ -287,11 +289,11 @@ def _sharing(module: nn.Module) -> dict[str, str]:
 def share_memory_alike(copied: nn.Module, original: nn.Module) -> None:
     """Let parameters of a copied module share memory where the original's do; ``copy.deepcopy`` separates them."""
     parameters = dict(copied.named_parameters())
-    for name, first in _sharing(original).items():
+    for name, first in _find_shared_memory(original).items():
         parameters[name].data = parameters[first].data
 
 
-def _place(tensor: Tensor) -> tuple[object, ...] | None:
+def _locate_in_memory(tensor: Tensor) -> tuple[object, ...] | None:
     """Return where a tensor is in memory; None if it has none of its own, such as a quantized or empty one."""
     if tensor.is_meta or not tensor.numel() or not tensor.data_ptr():
         return None
@@ -464,14 +466,14 @@ def _map_problems(weights: WeightMap, reference: Parameters, candidate: Paramete
         yield from (Problem(f"{entry}: {told}") for told in unknown)
         yield from map(Problem, _entry_problems(left, right, reference.shapes, candidate.shapes, not unknown))
     for module, side in ((reference, 0), (candidate, 1)):
-        for name, entries in _users(weights, side).items():
+        for name, entries in _find_entries_by_name(weights, side).items():
             if len(entries) > 1:
                 described = " and in ".join(_describe_entry(*entry) for entry in entries)
                 advice = "; copies(...) on the right fills several TE parameters with one" if side == 0 else ""
                 yield Problem(f'{module.kind} parameter "{name}" is used {len(entries)} times: in {described}{advice}')
 
 
-def _users(weights: WeightMap, side: int) -> dict[str, list[tuple[Side, Side]]]:
+def _find_entries_by_name(weights: WeightMap, side: int) -> dict[str, list[tuple[Side, Side]]]:
     """Return the entries that mention each parameter on their left (0) or right (1) side."""
     users: dict[str, list[tuple[Side, Side]]] = defaultdict(list)
     for entry in weights.items():
@@ -530,12 +532,12 @@ def _unknown_names(side: Side, module: Parameters) -> Iterator[str]:
                 "give both modules the same in the factory"
             )
         elif name not in module.shapes and name not in module.others.tied:
-            close = _closest(name, module.shapes)
+            close = _find_closest_name(name, module.shapes)
             advice = f'; did you mean "{close}" {tuple(module.shapes[close])}?' if close else ""
             yield f'there is no {module.kind} parameter "{name}"{advice}'
 
 
-def _closest(name: str, known: Mapping[str, Shape]) -> str | None:
+def _find_closest_name(name: str, known: Mapping[str, Shape]) -> str | None:
     """Return the only name with one prefix more or less, or else the one with the most letters in common."""
     within = sorted((other for other in known if name.endswith(f".{other}")), key=len)
     below = [other for other in known if other.endswith(f".{name}")]

@@ -44,15 +44,17 @@ def expanded(weights: WeightMap, reference: Iterable[str], candidate: Iterable[s
     ours, theirs = tuple(reference), tuple(candidate)
     found: dict[Side, Side] = {}
     for left, right in weights.items():
-        if not (isinstance(left, SIDES) and isinstance(right, SIDES)) or not (_indices(left) or _indices(right)):
+        if not (isinstance(left, SIDES) and isinstance(right, SIDES)) or not (
+            _find_indices(left) or _find_indices(right)
+        ):
             found[left] = right
             continue
         # A constant has no name, so TE's own parameters say how many layers there are.
         counted, among = (left, ours) if any(names(left)) else (right, theirs)
-        shared = _indices(left) & _indices(right) if counted is left else _indices(right)
-        layers = _numbers(counted, shared, among) if shared else [{}]
+        shared = _find_indices(left) & _find_indices(right) if counted is left else _find_indices(right)
+        layers = _find_numbers(counted, shared, among) if shared else [{}]
         for numbers in layers or [{}]:
-            found[_filled(left, numbers, ours)] = _filled(right, numbers, theirs)
+            found[_fill_side(left, numbers, ours)] = _fill_side(right, numbers, theirs)
     return found
 
 
@@ -61,13 +63,13 @@ def expanded_names(by_name: Mapping[str, _Value], candidate: Iterable[str]) -> d
     known = tuple(candidate)
     found: dict[str, _Value] = {}
     for pattern, value in by_name.items():
-        indices = _indices(pattern)
-        every = [_filled_name(pattern, numbers) for numbers in _numbers(pattern, indices, known)]
+        indices = _find_indices(pattern)
+        every = [_filled_name(pattern, numbers) for numbers in _find_numbers(pattern, indices, known)]
         found.update(dict.fromkeys(every if indices else [pattern], value))
     return found
 
 
-def _indices(side: Side) -> set[str]:
+def _find_indices(side: Side) -> set[str]:
     return {index for name in names(side) for index in _of_name(name)}
 
 
@@ -75,18 +77,18 @@ def _of_name(name: str) -> list[str]:
     return [index for index, _ in _INDEX.findall(name)]
 
 
-def _numbers(side: Side, wanted: set[str], known: Sequence[str]) -> list[Numbers]:
+def _find_numbers(side: Side, wanted: set[str], known: Sequence[str]) -> list[Numbers]:
     """Return the numbers that these indices stand for in known names, in ascending order."""
     order = [index for name in names(side) for index in _of_name(name) if index in wanted]
     order = list(dict.fromkeys(order))
     found: set[tuple[int, ...]] = set()
     for name in names(side):
         if set(order) <= set(_of_name(name)):
-            found.update(tuple(numbers[index] for index in order) for numbers in _matched(name, known))
+            found.update(tuple(numbers[index] for index in order) for numbers in _match_pattern(name, known))
     return [dict(zip(order, numbers, strict=True)) for numbers in sorted(found)]
 
 
-def _matched(name: str, known: Sequence[str]) -> Iterator[Numbers]:
+def _match_pattern(name: str, known: Sequence[str]) -> Iterator[Numbers]:
     """Yield the numbers with which a pattern becomes a known name; an index that occurs twice has one number."""
     expression = re.compile(r"(0|[1-9]\d*)".join(map(re.escape, _INDEX.sub("\0", name).split("\0"))))
     indices = [(index, int(offset or 0)) for index, offset in _INDEX.findall(name)]
@@ -99,9 +101,9 @@ def _matched(name: str, known: Sequence[str]) -> Iterator[Numbers]:
             yield numbers
 
 
-def _filled(side: Side, numbers: Numbers, known: Sequence[str]) -> Side:
+def _fill_side(side: Side, numbers: Numbers, known: Sequence[str]) -> Side:
     """Return the side with these numbers in place of their indices; any other index gets all of its numbers."""
-    return _gathered(renamed(side, lambda name: _filled_name(name, numbers)), known)
+    return _expand_gathering_terms(renamed(side, lambda name: _filled_name(name, numbers)), known)
 
 
 def _filled_name(name: str, numbers: Numbers) -> str:
@@ -111,18 +113,20 @@ def _filled_name(name: str, numbers: Numbers) -> str:
     return _INDEX.sub(filled, name)
 
 
-def _gathered(side: Side, known: Sequence[str]) -> Side:
-    if isinstance(side, (str, Constant)) or not _indices(side):
+def _expand_gathering_terms(side: Side, known: Sequence[str]) -> Side:
+    if isinstance(side, (str, Constant)) or not _find_indices(side):
         return side
     if isinstance(side, _GATHERING) and len(side.parts) == 1:
-        parts = _parts(side.parts[0], known)
+        parts = _repeat_part(side.parts[0], known)
         return dataclasses.replace(side, parts=tuple(parts)) if parts else side
-    return dataclasses.replace(side, parts=tuple(_gathered(part, known) for part in side.parts))
+    return dataclasses.replace(side, parts=tuple(_expand_gathering_terms(part, known) for part in side.parts))
 
 
-def _parts(part: Side, known: Sequence[str]) -> list[Side]:
+def _repeat_part(part: Side, known: Sequence[str]) -> list[Side]:
     """Return the part once for each number that its index has."""
-    return [renamed(part, partial(_filled_name, numbers=one)) for one in _numbers(part, _indices(part), known)]
+    return [
+        renamed(part, partial(_filled_name, numbers=one)) for one in _find_numbers(part, _find_indices(part), known)
+    ]
 
 
 # The inverse: entries of several layers become one pattern, if it stands for exactly these.
@@ -147,19 +151,19 @@ def collapsed(weights: WeightMap, reference: Iterable[str], candidate: Iterable[
         groups: dict[tuple[str, str], list[_Entry]] = {}
         patterns: dict[tuple[str, str], _Entry] = {}
         for entry in entries:
-            pattern = _pattern(entry, letter)
+            pattern = _make_pattern(entry, letter)
             described = describe(pattern[0]), describe(pattern[1])
             patterns.setdefault(described, pattern)
             groups.setdefault(described, []).append(entry)
         entries = [
             one
             for described, members in groups.items()
-            for one in _replaced(members, patterns[described], ours, theirs)
+            for one in _merge_entries(members, patterns[described], ours, theirs)
         ]
     return dict(entries)
 
 
-def _replaced(members: list[_Entry], pattern: _Entry, ours: Sequence[str], theirs: Sequence[str]) -> list[_Entry]:
+def _merge_entries(members: list[_Entry], pattern: _Entry, ours: Sequence[str], theirs: Sequence[str]) -> list[_Entry]:
     """Return the pattern if it stands for these entries and no others, else the entries."""
 
     def described(entries: list[_Entry]) -> set[tuple[str, str]]:
@@ -168,12 +172,12 @@ def _replaced(members: list[_Entry], pattern: _Entry, ours: Sequence[str], their
     return [pattern] if len(members) > 1 and described([pattern]) == described(members) else members
 
 
-def _pattern(entry: _Entry, letter: str) -> _Entry:
+def _make_pattern(entry: _Entry, letter: str) -> _Entry:
     """Return the entry with a letter in place of its layer's number; unchanged if the names of a side differ in it.
 
     If the two sides count from different numbers, one gets an offset: ``{i+1}``.
     """
-    layers = [{_layer(name) for name in names(side)} for side in entry]
+    layers = [{_find_layer_number(name) for name in names(side)} for side in entry]
     counted = [{int(layer[1]) for layer in side if layer is not None} for side in layers]
     if any(None in side for side in layers) or any(len(numbers) > 1 for numbers in counted) or not any(counted):
         return entry
@@ -189,7 +193,7 @@ def _pattern(entry: _Entry, letter: str) -> _Entry:
     return left, right
 
 
-def _layer(name: str) -> tuple[str, str] | None:
+def _find_layer_number(name: str) -> tuple[str, str] | None:
     """Return the first number between dots, with what is before it; None if there is none."""
     found = _LAYER.search(name)
     return (name[: found.start()], found[0]) if found else None

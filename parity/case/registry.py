@@ -83,7 +83,7 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
     """Return names that ``parity.te`` knows; None stays None."""
     if precisions is None:
         return None
-    chosen = _strings("precisions", precisions)
+    chosen = _require_names("precisions", precisions)
     if not chosen:
         raise UserError("precisions is empty; leave it out for all that the run asks for")
     check_precisions(chosen, "precisions")
@@ -103,7 +103,7 @@ def checked_ranks(ranks: object) -> tuple[Degrees, ...]:
 
 def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
     """Return names of attention backends."""
-    chosen = _strings("attention", backends)
+    chosen = _require_names("attention", backends)
     unknown = [name for name in chosen if name not in BACKENDS]
     if unknown:
         raise UserError(f"unknown attention backend {unknown[0]!r}; there are {', '.join(BACKENDS)}")
@@ -112,14 +112,14 @@ def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
 
 def checked_marks(marks: object) -> tuple[str, ...]:
     """Return names of pytest marks."""
-    chosen = _strings("marks", marks)
+    chosen = _require_names("marks", marks)
     for mark in chosen:
         if not mark.isidentifier():
             raise UserError(f"mark {mark!r} is not a valid name of a pytest mark")
     return chosen
 
 
-def _strings(argument: str, values: object) -> tuple[str, ...]:
+def _require_names(argument: str, values: object) -> tuple[str, ...]:
     listed = None if isinstance(values, str) or not isinstance(values, Iterable) else tuple(values)
     if listed is None or not all(isinstance(value, str) for value in listed):
         raise UserError(f"{argument} must be a list of names, not {values!r}")
@@ -235,23 +235,23 @@ def pair(
                 probe=checked_switch("probe", probe),
                 attention=checked_attention(attention),
                 steps=checked_steps(steps),
-                switches=checked_switches(_strings("switches", switches), steps),
+                switches=checked_switches(_require_names("switches", switches), steps),
                 ranks=checked_ranks(ranks),
                 path=place.path,
                 line=place.line,
             )
         except UserError as error:
-            return _refused(case, UserError(f"{place.path}:{place.line}: pair {name!r}: {error}"))
+            return _refuse_declaration(case, UserError(f"{place.path}:{place.line}: pair {name!r}: {error}"))
         try:
-            _register(case, place)
+            _register_case(case, place)
         except UserError as error:
-            return _refused(case, error)
+            return _refuse_declaration(case, error)
         return case
 
     return declare
 
 
-def _refused(case: Case, mistake: UserError) -> Case:
+def _refuse_declaration(case: Case, mistake: UserError) -> Case:
     """Raise what is wrong with a declaration, or keep it for ``misdeclared`` and return the case, which names it."""
     if not _KEEPS_MISTAKES.get():
         raise mistake from None
@@ -390,7 +390,7 @@ def load_entry_points() -> list[Case]:
         except BaseException as error:
             raise UserError(
                 f"the package {package} announces pairs in the module {entry.module}, but importing it raised "
-                f"{_told(error)}"
+                f"{_describe_error(error)}"
             ) from error
         declared = _cases_of(module)
         if not declared:
@@ -408,7 +408,7 @@ def _callers_place(frame: FrameType | None) -> Place:
     return place_of(frame.f_back if frame else None)
 
 
-def _register(case: Case, place: Place) -> None:
+def _register_case(case: Case, place: Place) -> None:
     other = _CASES.get(case.name)
     if other is not None and not _same_declaration(case, place, other):
         raise UserError(
@@ -419,14 +419,14 @@ def _register(case: Case, place: Place) -> None:
     _PLACES[case] = place
 
 
-def _place(case: Case) -> Place:
+def _find_place(case: Case) -> Place:
     return _PLACES.get(case, Place(case.path, case.line))
 
 
 def _same_declaration(case: Case, place: Place, other: Case) -> bool:
     """Return whether a file was imported again, or a function called or typed into an interpreter or notebook again."""
     if case.path == other.path:
-        bodies = place.body, _place(other).body
+        bodies = place.body, _find_place(other).body
         if None not in bodies:
             return bodies[0] is not bodies[1]
         if case.line == other.line:
@@ -445,7 +445,7 @@ def _cases_of(module: ModuleType) -> list[Case]:
     path = Path(file).resolve() if file else None
 
     def belongs(case: Case) -> bool:
-        home = _place(case).module
+        home = _find_place(case).module
         return case.path == path or home == module.__name__ or home.startswith(module.__name__ + ".")
 
     return [case for case in _CASES.values() if belongs(case)]
@@ -453,7 +453,7 @@ def _cases_of(module: ModuleType) -> list[Case]:
 
 def _imported_from(path: Path) -> ModuleType | None:
     """Return the module that was imported from this file, unless what it declared has been undone."""
-    for name in {_place(case).module for case in _CASES.values() if case.path == path}:
+    for name in {_find_place(case).module for case in _CASES.values() if case.path == path}:
         module = sys.modules.get(name)
         if module is not None and getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == path:
             return module
@@ -480,12 +480,12 @@ def _import_file(path: Path) -> ModuleType:
 def import_failure(path: Path, error: BaseException) -> str:
     """Return what a file raised while it was imported, and in which of its lines."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {_told(error)}"
+        return f"{error.filename}:{error.lineno}: {_describe_error(error)}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{path}:{lines[-1] if lines else 1}: importing the file raised {_told(error)}"
+    return f"{path}:{lines[-1] if lines else 1}: importing the file raised {_describe_error(error)}"
 
 
-def _told(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -175,7 +175,7 @@ def distance_of_part(
     """
     wide = output if output.dtype is torch.float64 else output.float()
     tokens = whole.numel() // whole[-1] if whole else 1
-    target = _target(number, whole[-1:], wide.device, wide.dtype)
+    target = _draw_target(number, whole[-1:], wide.device, wide.dtype)
     if part_of is not None:
         target = part_of(target.expand(whole)).reshape(output.shape)
     return (wide - target).square().sum() / (2 * max(tokens, 1))
@@ -183,7 +183,7 @@ def distance_of_part(
 
 # Targets are cached, since a CUDA graph that captures the loss cannot draw them on the host or copy them from there.
 @functools.lru_cache(maxsize=64)
-def _target(number: int, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _draw_target(number: int, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (Rng(number, "targets").integers(*shape, low=-16, high=17) / 8).to(device, dtype)
 
 
@@ -291,7 +291,7 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     if not hasattr(optimizer, "consolidate_state_dict"):
         return optimizer.state_dict()
     found: dict[str, Any] = {}
-    for rank in range(_ranks()):
+    for rank in range(_count_ranks()):
         optimizer.consolidate_state_dict(to=rank)  # it forgets what another call has collected
         found = optimizer.state_dict() if rank == torch.distributed.get_rank() else found
     return found
@@ -303,7 +303,7 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
 _STRUCTURE = "structure"
 
 
-def _apart(states: Any, tensors: dict[str, Tensor], path: str) -> Any:
+def _extract_tensors(states: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """Return the tree in JSON's types, and put its tensors into ``tensors``, by their paths.
 
     Tensors that FSDP divides stay divided.
@@ -316,10 +316,10 @@ def _apart(states: Any, tensors: dict[str, Tensor], path: str) -> Any:
         tensors[path] = state.dequantized_tensor(states.detach(), torch.float32)  # as optimizers read it
         return {"tensor": path}
     if isinstance(states, Mapping):
-        return {"dict": [[key, _apart(one, tensors, f"{path}.{key}")] for key, one in states.items()]}
+        return {"dict": [[key, _extract_tensors(one, tensors, f"{path}.{key}")] for key, one in states.items()]}
     if isinstance(states, (list, tuple)):
         kind = "tuple" if isinstance(states, tuple) else "list"
-        return {kind: [_apart(one, tensors, f"{path}.{i}") for i, one in enumerate(states)]}
+        return {kind: [_extract_tensors(one, tensors, f"{path}.{i}") for i, one in enumerate(states)]}
     if states is None or isinstance(states, (bool, int, float, str)):
         return states
     raise UserError(
@@ -328,8 +328,11 @@ def _apart(states: Any, tensors: dict[str, Tensor], path: str) -> Any:
     )
 
 
-def _together(structure: Any, tensors: Mapping[str, Tensor], mesh: Any = None) -> Any:
-    """Return the tree that ``_apart`` took apart; ``mesh`` is the device mesh of the ranks that divide tensors."""
+def _insert_tensors(structure: Any, tensors: Mapping[str, Tensor], mesh: Any = None) -> Any:
+    """Return the tree that ``_extract_tensors`` took apart.
+
+    ``mesh`` is the device mesh of the ranks that divide tensors.
+    """
     if not isinstance(structure, dict):
         return structure
     ((kind, content),) = structure.items()
@@ -338,10 +341,10 @@ def _together(structure: Any, tensors: Mapping[str, Tensor], mesh: Any = None) -
     if kind == "divided":
         path, shape, stride, held = content
         own = tensors[path]
-        return own if hasattr(own, "to_local") else _divided(own, mesh, held, shape, stride)
+        return own if hasattr(own, "to_local") else _make_dtensor(own, mesh, held, shape, stride)
     if kind == "dict":
-        return {key: _together(one, tensors, mesh) for key, one in content}
-    found = [_together(one, tensors, mesh) for one in content]
+        return {key: _insert_tensors(one, tensors, mesh) for key, one in content}
+    found = [_insert_tensors(one, tensors, mesh) for one in content]
     return tuple(found) if kind == "tuple" else found
 
 
@@ -351,20 +354,22 @@ def own_part(x: Any) -> Tensor:
     return own
 
 
-def _divided(own: Tensor, mesh: Any, held: Sequence[int | None], shape: Sequence[int], stride: Sequence[int]) -> Any:
+def _make_dtensor(
+    own: Tensor, mesh: Any, held: Sequence[int | None], shape: Sequence[int], stride: Sequence[int]
+) -> Any:
     """Return a tensor that FSDP divides, made of this rank's part."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(own, mesh, _placements(held), shape=torch.Size(shape), stride=tuple(stride))
+    return DTensor.from_local(own, mesh, _make_placements(held), shape=torch.Size(shape), stride=tuple(stride))
 
 
-def _placements(held: Sequence[int | None]) -> list[Any]:
+def _make_placements(held: Sequence[int | None]) -> list[Any]:
     from torch.distributed.tensor import Replicate, Shard
 
     return [Replicate() if dim is None else Shard(dim) for dim in held]
 
 
-def _mesh(module: nn.Module) -> Any:
+def _find_device_mesh(module: nn.Module) -> Any:
     """Return the device mesh of the ranks that divide the module's parameters; None if they are not divided."""
     parameters: Iterable[Any] = module.parameters()
     return next((one.device_mesh for one in parameters if hasattr(one, "to_local")), None)
@@ -372,13 +377,13 @@ def _mesh(module: nn.Module) -> Any:
 
 def _taken_apart(module: nn.Module, optimizer: Optimizer) -> tuple[str, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
-    model = _apart(module.state_dict(), tensors, "model")
-    return json.dumps([model, _apart(_state_of(optimizer), tensors, "optimizer")]), tensors
+    model = _extract_tensors(module.state_dict(), tensors, "model")
+    return json.dumps([model, _extract_tensors(_state_of(optimizer), tensors, "optimizer")]), tensors
 
 
-def _filled(module: nn.Module, optimizer: Optimizer, structure: str, tensors: Mapping[str, Tensor]) -> None:
-    mesh = _mesh(module)
-    model, steps = (_together(one, tensors, mesh) for one in json.loads(structure))
+def _load_states(module: nn.Module, optimizer: Optimizer, structure: str, tensors: Mapping[str, Tensor]) -> None:
+    mesh = _find_device_mesh(module)
+    model, steps = (_insert_tensors(one, tensors, mesh) for one in json.loads(structure))
     module.load_state_dict(model)
     optimizer.load_state_dict(steps)
 
@@ -393,20 +398,20 @@ def _save_safetensors(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -
     """
     structure, tensors = _taken_apart(module, optimizer)
     copies = {name: own_part(x).cpu().clone().contiguous() for name, x in tensors.items()}
-    file.write(_safetensors("torch").save(copies, metadata={_STRUCTURE: structure}))
+    file.write(_import_safetensors("torch").save(copies, metadata={_STRUCTURE: structure}))
 
 
 def _load_safetensors(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.safetensors"
         path.write_bytes(file.read())
-        with _safetensors().safe_open(path, framework="pt") as opened:
+        with _import_safetensors().safe_open(path, framework="pt") as opened:
             names = list(opened.keys())  # the file itself cannot be iterated over
             tensors = {name: opened.get_tensor(name) for name in names}
-            _filled(module, optimizer, opened.metadata()[_STRUCTURE], tensors)
+            _load_states(module, optimizer, opened.metadata()[_STRUCTURE], tensors)
 
 
-def _safetensors(submodule: str = "") -> Any:
+def _import_safetensors(submodule: str = "") -> Any:
     try:
         return importlib.import_module(".".join(filter(None, ("safetensors", submodule))))
     except ImportError as error:
@@ -424,7 +429,7 @@ def _save_distributed(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -
     structure, tensors = _taken_apart(module, optimizer)
     states = {_of_rank(name, x): x for name, x in {**tensors, _STRUCTURE: structure}.items()}
     with _shared_folder() as folder, _distributed_checkpoint() as distributed:
-        distributed.save(states, checkpoint_id=folder, no_dist=not _ranks())
+        distributed.save(states, checkpoint_id=folder, no_dist=not _count_ranks())
         with tarfile.open(fileobj=file, mode="w") as archive:
             archive.add(folder, arcname="")
 
@@ -435,22 +440,24 @@ def _load_distributed(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -
             archive.extractall(folder, filter="data")
         held = distributed.FileSystemReader(folder).read_metadata().state_dict_metadata
         found: dict[str, Any] = {_of_rank(_STRUCTURE): ""}
-        distributed.load(found, checkpoint_id=folder, no_dist=not _ranks())
+        distributed.load(found, checkpoint_id=folder, no_dist=not _count_ranks())
         structure = found[_of_rank(_STRUCTURE)]
-        divided, mesh = dict(_divided_in(json.loads(structure))), _mesh(module)
+        divided, mesh = dict(_divided_in(json.loads(structure))), _find_device_mesh(module)
         states: dict[str, Any] = {}
         for name, one in held.items():
             if name in divided:
-                states[name] = _empty(one.size, one.properties.dtype, mesh, divided[name])
+                states[name] = _allocate_dtensor(one.size, one.properties.dtype, mesh, divided[name])
             elif name.startswith(_of_rank("")) and name != _of_rank(_STRUCTURE):
                 states[name] = torch.empty(one.size, dtype=one.properties.dtype)
-        distributed.load(states, checkpoint_id=folder, no_dist=not _ranks())
-    _filled(module, optimizer, structure, {name.removeprefix(_of_rank("")): x for name, x in states.items()})
+        distributed.load(states, checkpoint_id=folder, no_dist=not _count_ranks())
+    _load_states(module, optimizer, structure, {name.removeprefix(_of_rank("")): x for name, x in states.items()})
 
 
 def _of_rank(name: str, value: Any = None) -> str:
     """Return the name in a checkpoint of a value that is this rank's own, or that all ranks divide."""
-    return name if hasattr(value, "to_local") else f"rank {torch.distributed.get_rank() if _ranks() else 0}.{name}"
+    return (
+        name if hasattr(value, "to_local") else f"rank {torch.distributed.get_rank() if _count_ranks() else 0}.{name}"
+    )
 
 
 def _divided_in(structure: Any) -> Iterator[tuple[str, list[int | None]]]:
@@ -463,13 +470,13 @@ def _divided_in(structure: Any) -> Iterator[tuple[str, list[int | None]]]:
             yield from _divided_in(one)
 
 
-def _empty(size: Sequence[int], dtype: torch.dtype, mesh: Any, held: Sequence[int | None]) -> Any:
+def _allocate_dtensor(size: Sequence[int], dtype: torch.dtype, mesh: Any, held: Sequence[int | None]) -> Any:
     from torch.distributed.tensor import empty
 
-    return empty(*size, dtype=dtype, device_mesh=mesh, placements=_placements(held))
+    return empty(*size, dtype=dtype, device_mesh=mesh, placements=_make_placements(held))
 
 
-def _ranks() -> int:
+def _count_ranks() -> int:
     """Return how many ranks write one checkpoint together; 0 for a process by itself."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0
 
@@ -479,10 +486,10 @@ def _shared_folder() -> Iterator[str]:
     """Hand all ranks one temporary folder, which exists until all of them have left the context."""
     with TemporaryDirectory() as own:
         folders = [own]
-        if _ranks():
+        if _count_ranks():
             torch.distributed.broadcast_object_list(folders)
         yield folders[0]
-        if _ranks():
+        if _count_ranks():
             torch.distributed.barrier()
 
 

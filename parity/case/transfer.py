@@ -71,7 +71,7 @@ def gradients_to_reference(
     Raises:
         KeyError: if only some of an entry's parameters have one.
     """
-    linear = {left: right for left, right in _linear(weights).items() if _any_in(right, candidate_gradients)}
+    linear = {left: right for left, right in _take_linear_parts(weights).items() if _any_in(right, candidate_gradients)}
     return to_reference(linear, candidate_gradients, reference_shapes)
 
 
@@ -82,7 +82,11 @@ def gradients_to_candidate(
 
     An entry is left out if one of its reference's parameters has no gradient.
     """
-    linear = {left: right for left, right in _linear(weights).items() if all(name in gradients for name in names(left))}
+    linear = {
+        left: right
+        for left, right in _take_linear_parts(weights).items()
+        if all(name in gradients for name in names(left))
+    }
     return to_candidate(linear, gradients, candidate_shapes)
 
 
@@ -101,8 +105,8 @@ def counterparts(
     """
     of_module: dict[str, set[str]] = {}
     for left, right in weights.items():
-        for own in map(_holder, names(right)):
-            of_module.setdefault(own, set()).update(map(_holder, names(left)))
+        for own in map(_find_module_path, names(right)):
+            of_module.setdefault(own, set()).update(map(_find_module_path, names(left)))
     found = {}
     for name, buffer in candidate.items():
         path, _, last = name.rpartition(".")
@@ -117,7 +121,7 @@ def counterparts(
     return found
 
 
-def _linear(weights: WeightMap) -> dict[Side, Side]:
+def _take_linear_parts(weights: WeightMap) -> dict[Side, Side]:
     return {linear_part(left): linear_part(right) for left, right in weights.items()}
 
 
@@ -141,7 +145,7 @@ def separate_norms(reference: nn.Module, weights: WeightMap) -> Iterator[None]:
         weights: maps a norm that TE has several times to ``copies``.
     """
     with ExitStack() as hooks:
-        for norm, others in _norms(weights).items():
+        for norm, others in _find_repeated_norms(weights).items():
             for te_module in others:
                 own = _OwnNorm(reference.get_submodule(norm))
                 hooks.callback(own.norm.register_forward_hook(own.note).remove)
@@ -151,7 +155,7 @@ def separate_norms(reference: nn.Module, weights: WeightMap) -> Iterator[None]:
         yield
 
 
-def _norms(weights: WeightMap) -> dict[str, list[str]]:
+def _find_repeated_norms(weights: WeightMap) -> dict[str, list[str]]:
     """Return the norms that TE has several times, with TE's modules for each, except the first.
 
     The first one uses the reference's own norm.
@@ -159,22 +163,22 @@ def _norms(weights: WeightMap) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for left, right in weights.items():
         if isinstance(left, str) and isinstance(right, Copies):
-            _, *others = dict.fromkeys(map(_holder, names(right)))
-            found[_holder(left)] = others
+            _, *others = dict.fromkeys(map(_find_module_path, names(right)))
+            found[_find_module_path(left)] = others
     return found
 
 
 def _submodules_in(te_module: str, weights: WeightMap) -> set[str]:
     """Return the reference's submodules whose parameters only this module of TE holds."""
     return {
-        _holder(name)
+        _find_module_path(name)
         for left, right in weights.items()
-        if not holds(right, Copies) and all(_holder(parameter) == te_module for parameter in names(right))
+        if not holds(right, Copies) and all(_find_module_path(parameter) == te_module for parameter in names(right))
         for name in names(left)
     }
 
 
-def _holder(parameter: str) -> str:
+def _find_module_path(parameter: str) -> str:
     """Return the module that has a parameter of this name."""
     return parameter.rpartition(".")[0]
 

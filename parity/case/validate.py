@@ -200,7 +200,7 @@ def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
     """
     with undisturbed():
         checked = [_check_size(case, te, size) for size in case.sizes]
-    labels = _labels([each.label for each in checked], case.sizes)
+    labels = _make_unique_labels([each.label for each in checked], case.sizes)
     return [dataclasses.replace(each, label=label) for each, label in zip(checked, labels, strict=True)]
 
 
@@ -238,7 +238,7 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
             )
         except WeightMapError as error:
             raise WeightMapError(f"{error}\n{proposes_a_map(case)}") from None
-        tensors = list(_tensors(drawn))
+        tensors = list(_find_tensors(drawn))
         if not tensors:
             raise UserError(f"inputs must return at least one tensor, not {_type_name(drawn)}")
     return CheckedSize(
@@ -266,7 +266,7 @@ def located(case: Case, size: Size) -> Iterator[None]:
     except UserError as error:
         at_size = f", size ({', '.join(f'{key}={value!r}' for key, value in size.items())})" if size else ""
         where = f"{case.path}:{case.line}: pair {case.name!r}{at_size}" if case.line else "the pair"
-        raise type(error)(f"{where}:{_indented(str(error))}") from error.__cause__
+        raise type(error)(f"{where}:{_indent_lines(str(error))}") from error.__cause__
 
 
 def _build_without_memory(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
@@ -417,26 +417,26 @@ def _check_plain(pair: Pair) -> None:
             )
 
 
-def _tensors(inputs: Any) -> Iterator[Tensor]:
+def _find_tensors(inputs: Any) -> Iterator[Tensor]:
     if isinstance(inputs, Tensor):
         yield inputs
     elif isinstance(inputs, (tuple, list, Mapping)):
         for entry in inputs.values() if isinstance(inputs, Mapping) else inputs:
-            yield from _tensors(entry)
+            yield from _find_tensors(entry)
 
 
-def _labels(shapes: Sequence[str], sizes: Sequence[Size]) -> list[str]:
+def _make_unique_labels(shapes: Sequence[str], sizes: Sequence[Size]) -> list[str]:
     """Return each shape, made unique by the entries in which the sizes that share it differ."""
     sharing = [[other for j, other in enumerate(sizes) if shapes[j] == shape] for shape in shapes]
     labels = [
-        "-".join([shape, *(_entry_label(key, size) for key in _differing(group) if key in size)])
+        "-".join([shape, *(_entry_label(key, size) for key in _find_differing_keys(group) if key in size)])
         for shape, size, group in zip(shapes, sizes, sharing, strict=True)
     ]
     counts = Counter(labels)
     return [label if counts[label] == 1 else f"{label}-size{i}" for i, label in enumerate(labels)]
 
 
-def _differing(sizes: Sequence[Size]) -> list[str]:
+def _find_differing_keys(sizes: Sequence[Size]) -> list[str]:
     """Return the keys, in order of appearance, whose values are not the same in all sizes."""
     keys = dict.fromkeys(key for size in sizes for key in size)
     return [key for key in keys if not all(key in size and are_same(size[key], sizes[0].get(key)) for size in sizes)]
@@ -446,7 +446,7 @@ def _entry_label(key: str, size: Size) -> str:
     return key + re.sub(r"[^A-Za-z0-9_.-]+", "_", str(size[key])).strip("_")
 
 
-def _indented(text: str) -> str:
+def _indent_lines(text: str) -> str:
     """Put each of several lines, such as a weight map's problems, on a line of its own below the first."""
     lines = text.splitlines()
     return f" {text}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)

@@ -61,7 +61,7 @@ class Stack:
             raise MisfitError(f"dim={self.dim} is out of range for {parts[0]}")
         dim = self.dim % rank
         if len({(len(part), part[:dim], part[dim + 1 :]) for part in parts}) > 1:
-            raise MisfitError(f"the parts {_listed(parts)} differ in more than dimension {dim}")
+            raise MisfitError(f"the parts {_format_shapes(parts)} differ in more than dimension {dim}")
         return (*parts[0][:dim], sum(part[dim] for part in parts), *parts[0][dim + 1 :])
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
@@ -80,7 +80,7 @@ class Experts:
 
     def shape(self, parts: Sequence[Shape]) -> Shape:
         if len(set(parts)) > 1:
-            raise MisfitError(f"the experts {_listed(parts)} differ in shape")
+            raise MisfitError(f"the experts {_format_shapes(parts)} differ in shape")
         return (len(parts), *parts[0])
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
@@ -146,12 +146,12 @@ class Reorder:
         return part
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        return self._blocks(parts[0], self.order)
+        return self._reorder_blocks(parts[0], self.order)
 
     def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
-        return [self._blocks(value, [self.order.index(block) for block in range(len(self.order))])]
+        return [self._reorder_blocks(value, [self.order.index(block) for block in range(len(self.order))])]
 
-    def _blocks(self, value: Tensor, order: Sequence[int]) -> Tensor:
+    def _reorder_blocks(self, value: Tensor, order: Sequence[int]) -> Tensor:
         blocks = value.split(value.shape[self.dim] // len(order), self.dim)
         return torch.cat([blocks[block] for block in order], self.dim)
 
@@ -177,10 +177,10 @@ class InterleavedQKV:
         return (query[0] + 2 * rows, *query[1:])
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        return _interleave(parts, self.groups)
+        return _interleave_qkv(parts, self.groups)
 
     def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
-        return _separate(value, self.groups, self.head_dim)
+        return _separate_qkv(value, self.groups, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -202,11 +202,11 @@ class SeparatedQKV:
         return part
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat(_separate(parts[0], self.groups, self.head_dim))
+        return torch.cat(_separate_qkv(parts[0], self.groups, self.head_dim))
 
     def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
         rows = self.groups * self.head_dim
-        return [_interleave(value.split([len(value) - 2 * rows, rows, rows]), self.groups)]
+        return [_interleave_qkv(value.split([len(value) - 2 * rows, rows, rows]), self.groups)]
 
 
 @dataclass(frozen=True)
@@ -225,12 +225,12 @@ class RopeHalves:
         return part
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        return self._exchange(parts[0], (self.rotary_dim // 2, 2))
+        return self._transpose_rotary_rows(parts[0], (self.rotary_dim // 2, 2))
 
     def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
-        return [self._exchange(value, (2, self.rotary_dim // 2))]
+        return [self._transpose_rotary_rows(value, (2, self.rotary_dim // 2))]
 
-    def _exchange(self, value: Tensor, rows: tuple[int, int]) -> Tensor:
+    def _transpose_rotary_rows(self, value: Tensor, rows: tuple[int, int]) -> Tensor:
         """Transpose each head's first ``rotary_dim`` rows, seen as a matrix of rows."""
         heads = value.unflatten(0, (-1, self.head_dim))
         rotated, kept = heads.split([self.rotary_dim, self.head_dim - self.rotary_dim], 1)
@@ -275,7 +275,7 @@ class Copies:
 
     def shape(self, parts: Sequence[Shape]) -> Shape:
         if len(set(parts)) > 1:
-            raise MisfitError(f"the copies {_listed(parts)} differ in shape")
+            raise MisfitError(f"the copies {_format_shapes(parts)} differ in shape")
         return parts[0]
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
@@ -293,19 +293,19 @@ Side = str | Term
 SIDES = get_args(Side)
 
 
-def _interleave(qkv: Sequence[Tensor], groups: int) -> Tensor:
+def _interleave_qkv(qkv: Sequence[Tensor], groups: int) -> Tensor:
     """Return ``[groups, heads / groups + 2, head_dim, ...]`` with its first three dimensions flattened."""
     grouped = [part.unflatten(0, (groups, -1)) for part in qkv]
     return torch.cat(grouped, 1).flatten(0, 1)
 
 
-def _separate(fused: Tensor, groups: int, head_dim: int) -> list[Tensor]:
+def _separate_qkv(fused: Tensor, groups: int, head_dim: int) -> list[Tensor]:
     grouped = fused.unflatten(0, (groups, -1))
     parts = grouped.split([grouped.shape[1] - 2 * head_dim, head_dim, head_dim], 1)
     return [part.flatten(0, 1) for part in parts]
 
 
-def _listed(shapes: Sequence[Shape]) -> str:
+def _format_shapes(shapes: Sequence[Shape]) -> str:
     return ", ".join(map(str, shapes))
 
 
@@ -407,11 +407,11 @@ def describe(side: object, module: str = "") -> str:
         return f"{module}constant({', '.join(map(repr, (side.value, *side.shape)))})"
     if not isinstance(side, Compound):
         return repr(side)
-    parts = [*(describe(part, module) for part in side.parts), *_options(side, in_full=bool(module))]
+    parts = [*(describe(part, module) for part in side.parts), *_describe_options(side, in_full=bool(module))]
     return f"{module}{side.function}({', '.join(parts)})"
 
 
-def _short(value: object) -> str:
+def _shorten_value(value: object) -> str:
     """Return an option's value; only the ends of an order of hundreds of rows."""
     if not isinstance(value, tuple) or len(value) <= _MOST_SHOWN:
         return repr(value)
@@ -419,8 +419,8 @@ def _short(value: object) -> str:
     return f"({first}, ..., {last})"
 
 
-def _options(side: Compound, in_full: bool) -> list[str]:
-    shown = repr if in_full else _short
+def _describe_options(side: Compound, in_full: bool) -> list[str]:
+    shown = repr if in_full else _shorten_value
     if isinstance(side, Rearrange):
         return [f'"{side.pattern}"', *(f"{axis}={length}" for axis, length in side.sizes)]
     return [
@@ -454,17 +454,17 @@ def stack(*terms: Side, dim: int = 0) -> Term:
         terms: names or terms of equal shape except for ``dim``.
         dim: the dimension along which they follow each other.
     """
-    return Stack(_sides("stack", *terms), _dimension("stack", dim))
+    return Stack(_require_sides("stack", *terms), _require_dimension("stack", dim))
 
 
 def experts(*terms: Side) -> Term:
     """Return the terms, all of one shape, along a new first dimension, ``[experts, ...]``: one for each expert."""
-    return Experts(_sides("experts", *terms))
+    return Experts(_require_sides("experts", *terms))
 
 
 def transpose(term: Side) -> Term:
     """Return the term with its last two dimensions exchanged, e.g. a Conv1D weight ``[in, out]`` as ``[out, in]``."""
-    return Transpose(_sides("transpose", term))
+    return Transpose(_require_sides("transpose", term))
 
 
 def shift(term: Side, by: float) -> Term:
@@ -476,7 +476,7 @@ def shift(term: Side, by: float) -> Term:
     between 2**-29 and 2**53 for FP32, 0 or from 2**-45 to 2**53 for BF16, and always for FP16. Below that, the last
     bits of the value are finer than the last bit of the sum. In the narrower dtype itself, the shift rounds.
     """
-    return Shift(_sides("shift", term), _number("shift", by))
+    return Shift(_require_sides("shift", term), _require_finite_number("shift", by))
 
 
 def reorder(term: Side, order: tuple[int, ...], dim: int = 0) -> Term:
@@ -488,7 +488,7 @@ def reorder(term: Side, order: tuple[int, ...], dim: int = 0) -> Term:
     """
     if not isinstance(order, Sequence) or not order or set(order) != set(range(len(order))):
         raise WeightMapError(f"reorder() needs each number from 0 to n - 1 once, not {order!r}")
-    return Reorder(_sides("reorder", term), tuple(order), _dimension("reorder", dim))
+    return Reorder(_require_sides("reorder", term), tuple(order), _require_dimension("reorder", dim))
 
 
 def interleaved_qkv(query: Side, key: Side, value: Side, *, groups: int, head_dim: int) -> Term:
@@ -505,8 +505,8 @@ def interleaved_qkv(query: Side, key: Side, value: Side, *, groups: int, head_di
         groups: key-value heads, TE's ``num_gqa_groups``.
         head_dim: channels of one head.
     """
-    _positive("interleaved_qkv", groups=groups, head_dim=head_dim)
-    return InterleavedQKV(_sides("interleaved_qkv", query, key, value), groups, head_dim)
+    _require_positive("interleaved_qkv", groups=groups, head_dim=head_dim)
+    return InterleavedQKV(_require_sides("interleaved_qkv", query, key, value), groups, head_dim)
 
 
 def separated_qkv(term: Side, *, groups: int, head_dim: int) -> Term:
@@ -515,8 +515,8 @@ def separated_qkv(term: Side, *, groups: int, head_dim: int) -> Term:
     E.g. GPT-2's fused weight in TE's: ``{transpose("c_attn.weight"): separated_qkv("qkv.weight", groups=12,
     head_dim=64)}``.
     """
-    _positive("separated_qkv", groups=groups, head_dim=head_dim)
-    return SeparatedQKV(_sides("separated_qkv", term), groups, head_dim)
+    _require_positive("separated_qkv", groups=groups, head_dim=head_dim)
+    return SeparatedQKV(_require_sides("separated_qkv", term), groups, head_dim)
 
 
 def rope_halves(term: Side, *, head_dim: int, rotary_dim: int | None = None) -> Term:
@@ -532,10 +532,10 @@ def rope_halves(term: Side, *, head_dim: int, rotary_dim: int | None = None) -> 
         rotary_dim: channels at a head's start that are rotated, the others stay; None means all.
     """
     rotary = head_dim if rotary_dim is None else rotary_dim
-    _positive("rope_halves", head_dim=head_dim, rotary_dim=rotary)
+    _require_positive("rope_halves", head_dim=head_dim, rotary_dim=rotary)
     if rotary % 2 or rotary > head_dim:
         raise WeightMapError(f"rope_halves() rotates pairs: rotary_dim={rotary} must be even and at most {head_dim}")
-    return RopeHalves(_sides("rope_halves", term), head_dim, rotary)
+    return RopeHalves(_require_sides("rope_halves", term), head_dim, rotary)
 
 
 def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
@@ -553,8 +553,8 @@ def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
     """
     if not isinstance(pattern, str) or pattern.count("->") != 1:
         raise WeightMapError(f'rearrange() needs a pattern "before -> after" as in einops, not {pattern!r}')
-    _positive("rearrange", **sizes)
-    return Rearrange(_sides("rearrange", term), pattern, tuple(sizes.items()))
+    _require_positive("rearrange", **sizes)
+    return Rearrange(_require_sides("rearrange", term), pattern, tuple(sizes.items()))
 
 
 def copies(*terms: Side) -> Term:
@@ -564,7 +564,7 @@ def copies(*terms: Side) -> Term:
     copies("self_attention.layernorm_qkv.layer_norm_weight", "layernorm_mlp.layer_norm_weight")}``. The reference's
     gradient is compared with the sum of theirs.
     """
-    return Copies(_sides("copies", *terms))
+    return Copies(_require_sides("copies", *terms))
 
 
 def constant(value: float, *shape: int) -> Term:
@@ -576,7 +576,7 @@ def constant(value: float, *shape: int) -> Term:
     for length in shape:
         if not isinstance(length, Integral) or length < 0:
             raise WeightMapError(f"constant() needs its shape as whole numbers, one after the other, not {length!r}")
-    return Constant(_number("constant", value), shape)
+    return Constant(_require_finite_number("constant", value), shape)
 
 
 def under(weights: WeightMap, reference: str, candidate: str | None = None) -> dict[Side, Side]:
@@ -599,7 +599,7 @@ def under(weights: WeightMap, reference: str, candidate: str | None = None) -> d
     }
 
 
-def _sides(function: str, *terms: Side) -> tuple[Side, ...]:
+def _require_sides(function: str, *terms: Side) -> tuple[Side, ...]:
     for term in terms:
         if not isinstance(term, SIDES):
             raise WeightMapError(f"{function}() takes parameters' names and terms, not {term!r}")
@@ -608,19 +608,19 @@ def _sides(function: str, *terms: Side) -> tuple[Side, ...]:
     return terms
 
 
-def _number(function: str, value: float) -> float:
+def _require_finite_number(function: str, value: float) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
         raise WeightMapError(f"{function}() needs a finite number, not {value!r}")
     return float(value)
 
 
-def _dimension(function: str, dim: int) -> int:
+def _require_dimension(function: str, dim: int) -> int:
     if not isinstance(dim, int):
         raise WeightMapError(f"{function}(): a dimension is a whole number, not {dim!r}")
     return dim
 
 
-def _positive(function: str, **numbers: int) -> None:
+def _require_positive(function: str, **numbers: int) -> None:
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
             raise WeightMapError(f"{function}() needs a positive whole number {name}, not {number!r}")

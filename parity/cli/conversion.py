@@ -48,7 +48,7 @@ def convert(
         destination: a safetensors file or, with ``shard_size``, a folder.
         to: ``te`` or ``reference``.
         dtype: a key of ``DTYPES``; empty for the dtypes of the source.
-        size: see ``_size``.
+        size: see ``_parse_size``.
         prefix, te_prefix, ignore: as for ``parity.convert``.
         within: the entry of a ``torch.save`` file that holds the model; empty for the whole file.
         shard_size: the largest size of a file, such as ``5GB``; empty for a single file.
@@ -59,7 +59,7 @@ def convert(
     """
     sources = [source, *checkpoint.files_of(source)]
     beside = checkpoint.files_beside(source)
-    largest = _bytes(shard_size)
+    largest = _parse_shard_size(shard_size)
     if largest is None:
         if destination.suffix != checkpoint.SAFETENSORS:
             raise UserError(
@@ -81,7 +81,7 @@ def convert(
         case,
         old,
         cast(Direction, to),
-        _size(case, size),
+        _parse_size(case, size),
         DTYPES.get(dtype),
         prefix,
         te_prefix,
@@ -101,13 +101,13 @@ def convert(
         for file in beside if is_new else ():
             shutil.copyfile(file, folder / file.name)
     copied = "copied" if is_new else f"not copied, as {folder.absolute()} is not a new folder"
-    return _told(where, plan, sum(written), copied, beside)
+    return _describe_conversion(where, plan, sum(written), copied, beside)
 
 
 _SHARD = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
 
-def _bytes(text: str) -> int | None:
+def _parse_shard_size(text: str) -> int | None:
     """Return the number of bytes in a text such as ``5GB`` or, in powers of 1,024, ``500MiB``; None for an empty text.
 
     Raises:
@@ -124,7 +124,7 @@ def _bytes(text: str) -> int | None:
     return size
 
 
-def _told(where: str, plan: Plan, written: int, copied: str, beside: Sequence[Path]) -> str:
+def _describe_conversion(where: str, plan: Plan, written: int, copied: str, beside: Sequence[Path]) -> str:
     """Return sentences about what was written, left out and lost, and the files beside the source."""
     made = [one for step in plan.steps for one in step.made]
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in made)
@@ -145,7 +145,7 @@ def _told(where: str, plan: Plan, written: int, copied: str, beside: Sequence[Pa
     return "\n".join(lines)
 
 
-def _size(case: Case, text: str) -> Mapping[str, Any] | None:
+def _parse_size(case: Case, text: str) -> Mapping[str, Any] | None:
     """Read a size such as ``hidden=4096,heads=32``, or the number, from 0, of one of the case's sizes.
 
     Returns:

@@ -87,7 +87,7 @@ def diagnose() -> Diagnosis:
         emulated = of_cpu.submit(emulated_availability)
         asked = of_gpu.submit(availability, "gpu") if reason is None else None
         real = asked.result() if asked else dict.fromkeys(PRECISIONS, f"no: {reason}")
-        return Diagnosis(tuple(_versions()), real, *emulated.result(), no_gpu=reason or "")
+        return Diagnosis(tuple(_list_versions()), real, *emulated.result(), no_gpu=reason or "")
 
 
 def availability(backend: Literal["gpu", "cpu"]) -> Availability:
@@ -147,7 +147,7 @@ def te_range(version: str | None) -> str:
     return f"{version} ({served})"
 
 
-def _versions() -> Iterator[tuple[str, str]]:
+def _list_versions() -> Iterator[tuple[str, str]]:
     import torch
 
     with warnings.catch_warnings():

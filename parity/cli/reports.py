@@ -34,11 +34,11 @@ def draw(file: Path, output: Path | None) -> bool:
         UserError: if the record cannot be read, or the report cannot be written, or, after the report was drawn, if
             lines of the record were left out.
     """
-    read = _read(file)
+    read = _read_record(file)
     run = digest(read)
     targets = [output] if output else [file.with_suffix(".html"), file.with_suffix(".md")]
     for target in targets:
-        _write(target, (html if _is_html(target) else markdown).draw(run, file.stem), [file])
+        _write_report(target, (html if _is_html(target) else markdown).draw(run, file.stem), [file])
     print(markdown.verdict(run, shown.line))
     for line in (*failure.skips(run.skips), *failure.lines(run.notes)):
         print(line)
@@ -60,10 +60,10 @@ def compare(file: Path, older: Path, output: Path | None) -> bool:
         UserError: if a record cannot be read, or the report cannot be written, or, after the report was drawn, if lines
             of a record were left out or the runs have no item in common.
     """
-    runs = changes.Comparison(_read(older), _read(file), (str(older), str(file)))
+    runs = changes.Comparison(_read_record(older), _read_record(file), (str(older), str(file)))
     target = output or file.with_name(f"{file.stem}_against_{older.stem}.md")
     drawn = html.draw(digest(runs.after), file.stem, runs) if _is_html(target) else changes.draw(runs)
-    _write(target, drawn, [file, older])
+    _write_report(target, drawn, [file, older])
     for line in changes.lines(runs):
         print(line)
     print(f"{'page' if _is_html(target) else 'report'}: {target}")
@@ -73,7 +73,7 @@ def compare(file: Path, older: Path, output: Path | None) -> bool:
     return not runs.is_worse
 
 
-def _read(file: Path) -> Record:
+def _read_record(file: Path) -> Record:
     """Return the record, and print which of its lines are damaged."""
     run = record.read(file)
     for sentence in reading.told(file, run.left_out):
@@ -100,7 +100,7 @@ def _is_html(target: Path) -> bool:
     return target.suffix.lower() in (".html", ".htm")
 
 
-def _write(target: Path, text: str, records: Sequence[Path]) -> None:
+def _write_report(target: Path, text: str, records: Sequence[Path]) -> None:
     for file in records:
         if target.exists() and target.samefile(file):
             raise UserError(f"the report would replace its record {file}; name another file by -o")
@@ -139,7 +139,7 @@ def suggest(
     """
     case = registry.only(target)
     chosen = registry.size_of(case, size)
-    asked = [_ranks(text) for text in ranks] or None
+    asked = [_parse_ranks(text) for text in ranks] or None
     with Following("trying weight maps") as following:
         suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs, asked, following.at)
     at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
@@ -153,7 +153,7 @@ def suggest(
     return suggestion.settled
 
 
-def _ranks(text: str) -> dict[str, int]:
+def _parse_ranks(text: str) -> dict[str, int]:
     """Read ranks such as ``tp=2,dp=2`` or ``tp=2,sequence_parallel``.
 
     Raises:

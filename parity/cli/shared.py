@@ -58,7 +58,7 @@ def add_command(
         signature = own.replace(parameters=[*own.parameters.values(), *shared])
         command.__signature__ = signature  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
-        app.command(name, epilog=_shown(examples), **settings)(command)
+        app.command(name, epilog=_format_examples(examples), **settings)(command)
         return function
 
     return declare
@@ -80,7 +80,7 @@ def prepare(color: str, quiet: bool) -> None:
         os.environ[QUIET] = "1"
 
 
-def _shown(examples: tuple[str, ...]) -> str:
+def _format_examples(examples: tuple[str, ...]) -> str:
     """Return the examples as the help shows them, each on a line of its own."""
     return "\n".join(("\b", "Examples:", *(f"  {example}" for example in examples)))
 
@@ -99,11 +99,11 @@ def pairs(incomplete: str) -> list[str]:
     """Return folders and Python files that complete a path, and ``FILE::PAIR`` if it names a file."""
     path, colons, name = incomplete.partition("::")
     if colons:
-        return [f"{path}::{declared}" for declared in _declared(Path(path)) if declared.startswith(name)]
+        return [f"{path}::{declared}" for declared in _find_pair_names(Path(path)) if declared.startswith(name)]
     folder, _, beginning = path.rpartition("/")
     found = [
         each
-        for each in _sorted(Path(folder or "/" if "/" in path else "."))
+        for each in _list_folder(Path(folder or "/" if "/" in path else "."))
         if each.name.startswith(beginning) and (beginning or not each.name.startswith("."))
     ]
     before = f"{folder}/" if "/" in path else ""
@@ -114,14 +114,14 @@ def pairs(incomplete: str) -> list[str]:
     return [*files, *folders]
 
 
-def _sorted(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
         return []
 
 
-def _declared(file: Path) -> Iterator[str]:
+def _find_pair_names(file: Path) -> Iterator[str]:
     """Yield the names of pairs that a file contains as literals, but not of those that it computes."""
     try:
         tree = ast.parse(text_of(file))

@@ -58,7 +58,7 @@ def files(paths: Sequence[str] | None) -> list[str]:
     Raises:
         UserError: if a path does not exist, holds no pairs, or there is no default suite.
     """
-    found = [name for path in paths for name in _expand(path)] if paths else list(_default_files())
+    found = [name for path in paths for name in _expand_path(path)] if paths else list(_default_files())
     if not found:
         raise UserError(
             f"there is no default suite: no package declares an entry point {GROUP!r}; name a file of pairs"
@@ -100,13 +100,18 @@ def cases(paths: Sequence[str] | None) -> list[Case]:
 def table(found: Iterable[Case]) -> str:
     """Return a table of cases with their sizes, precisions and places, for a terminal."""
     rows = [
-        (case.name, "\n".join(map(_size, case.sizes)), ", ".join(case.precisions or ("all",)), _place(case))
+        (
+            case.name,
+            "\n".join(map(_format_size, case.sizes)),
+            ", ".join(case.precisions or ("all",)),
+            _format_place(case),
+        )
         for case in found
     ]
     return tabulate(rows, ["case", "sizes", "precisions", "declared"], tablefmt="simple", disable_numparse=True)
 
 
-def _expand(path: str) -> Iterator[str]:
+def _expand_path(path: str) -> Iterator[str]:
     file = Path(path.split("::")[0])
     if not file.exists():
         raise UserError(f"there is no file or folder {file}")
@@ -160,11 +165,11 @@ def _from_here(file: Path) -> str:
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
-def _size(size: Size) -> str:
+def _format_size(size: Size) -> str:
     return " ".join(f"{key}={value}" for key, value in size.items()) or "-"
 
 
-def _place(case: Case) -> str:
+def _format_place(case: Case) -> str:
     return f"{_from_here(case.path.resolve())}:{case.line}"
 
 
@@ -200,13 +205,13 @@ class ItemsFollowed:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._begin(len(session.items))
+        self._begin_following(len(session.items))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        self._begin(len(ids))
+        self._begin_following(len(ids))
 
-    def _begin(self, items: int) -> None:
+    def _begin_following(self, items: int) -> None:
         if self._is_wanted and self._following is None and items:
             self._following = Following("comparing", items, self._file).__enter__()
 
@@ -320,7 +325,7 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
             print(f"parity: {message}", file=sys.stderr)
         return MISTAKE
     if code == pytest.ExitCode.NO_TESTS_COLLECTED and not errors.is_begun:
-        reasons = [*errors.skipped.values(), *_unknown(files)] or [_without_a_match(files, arguments)]
+        reasons = [*errors.skipped.values(), *_explain_unknown_ids(files)] or [_without_a_match(files, arguments)]
         print(f"parity: nothing to compare: {'; '.join(reasons)}", file=sys.stderr)
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return PASSED if code == pytest.ExitCode.OK else FAILED
@@ -359,7 +364,7 @@ def _selects_nothing(files: Sequence[str], arguments: Sequence[str]) -> bool:
 
     If the files' text suggests that, the files are collected without workers to make sure.
     """
-    keyword = _keyword(arguments)
+    keyword = _find_keyword(arguments)
     if keyword is None or collecting.may_match(keyword, files):
         return False
     alone = [*files, *_OPTIONS, *arguments, "-n", "0", "--collect-only", "-q"]
@@ -367,18 +372,18 @@ def _selects_nothing(files: Sequence[str], arguments: Sequence[str]) -> bool:
         return pytest.main(alone) == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def _keyword(arguments: Sequence[str]) -> str | None:
+def _find_keyword(arguments: Sequence[str]) -> str | None:
     return arguments[arguments.index("-k") + 1] if "-k" in arguments else None
 
 
 def _without_a_match(files: Sequence[str], arguments: Sequence[str]) -> str:
-    keyword = _keyword(arguments)
+    keyword = _find_keyword(arguments)
     if keyword is None:
         return f"there is no pair in {', '.join(files)}"
     return f"no pair in {', '.join(files)} matches -k {keyword!r}; `parity list` shows the pairs' names"
 
 
-def _unknown(files: Sequence[str]) -> Iterator[str]:
+def _explain_unknown_ids(files: Sequence[str]) -> Iterator[str]:
     """Yield suggestions for ids that workers did not find. Loads their files, which only the workers have imported."""
     ids = [file for file in files if "::" in file]
     if not ids:

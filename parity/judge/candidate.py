@@ -49,14 +49,14 @@ def repeat(run: Run, first: Tensors, before: RandomState, device: torch.device) 
     """
     with kept(device):
         before.restore(device)
-        differing = _differing(first, run(lambda module: None))
+        differing = _list_differing_tensors(first, run(lambda module: None))
         if differing:
-            return Determinism(differing, first=_located(run, before, device))
+            return Determinism(differing, first=_locate_difference(run, before, device))
     with other_numbers(device):
-        return Determinism(drawn=_differing(first, run(lambda module: None)))
+        return Determinism(drawn=_list_differing_tensors(first, run(lambda module: None)))
 
 
-def _differing(one: Tensors, other: Tensors) -> tuple[str, ...]:
+def _list_differing_tensors(one: Tensors, other: Tensors) -> tuple[str, ...]:
     return tuple(
         label_of(kind, name)
         for (kind, name), tensor in one.items()
@@ -64,7 +64,7 @@ def _differing(one: Tensors, other: Tensors) -> tuple[str, ...]:
     )
 
 
-def _located(run: Run, before: RandomState, device: torch.device) -> str:
+def _locate_difference(run: Run, before: RandomState, device: torch.device) -> str:
     for _ in range(_ATTEMPTS):
         traces = Trace(), Trace()
         for trace in traces:
@@ -159,12 +159,12 @@ class TeModules:
                 # The latter replaces the forward of a module that is captured in a graph (``pytorch/graph.py``).
                 module = frame.f_locals.get("self", frame.f_locals.get("func"))
                 if isinstance(module, nn.Module):
-                    self._note(module)
+                    self._note_module(module)
 
         with watching_calls(see):
             yield
 
-    def _note(self, module: nn.Module) -> None:
+    def _note_module(self, module: nn.Module) -> None:
         name = vars(module).get(_MARK)
         if name is not None:
             self._ran.add(name)
@@ -212,7 +212,7 @@ class TeModules:
             again.of(candidate)
             reads.of(candidate)
 
-        with _uncompiled(), again.watched(), reads:  # the forward of a compiled module cannot be watched
+        with _force_eager_mode(), again.watched(), reads:  # the forward of a compiled module cannot be watched
             rerun(watch)
         still = {name: parameters for name, parameters in idle.items() if name in again.idle()}
         found = {
@@ -223,7 +223,9 @@ class TeModules:
         }
         if not found:
             return ""
-        named = [_told(name, reads.of_any(parameters)) for name, parameters in list(found.items())[:_MOST_TOLD]]
+        named = [
+            _describe_module(name, reads.of_any(parameters)) for name, parameters in list(found.items())[:_MOST_TOLD]
+        ]
         more = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
         return (
             f"TransformerEngine's modules hold weights and did not run: {', '.join(named)}{more}; call the modules, or "
@@ -237,11 +239,11 @@ def _holds_users(module: nn.Module) -> bool:
     return of_tes[0] in _WITHOUT_PARAMETERS
 
 
-def _told(name: str, line: str) -> str:
+def _describe_module(name: str, line: str) -> str:
     return f"{name or 'the candidate itself'} (its weight is read by PyTorch at {line})" if line else name
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def _force_eager_mode() -> AbstractContextManager[Any]:
     stance = getattr(torch.compiler, "set_stance", None)  # new in PyTorch 2.6
     return nullcontext() if stance is None else stance("force_eager")
 
@@ -272,10 +274,10 @@ class _Reads(TorchDispatchMode):
         if func.overloadpacket.__name__ not in _COPIES:
             for x in tree_leaves((args, kwargs)):
                 if isinstance(x, Tensor) and id(x) in self._parameters:
-                    self._note(self._parameters[id(x)])
+                    self._note_read(self._parameters[id(x)])
         return func(*args, **(kwargs or {}))
 
-    def _note(self, name: str) -> None:
+    def _note_read(self, name: str) -> None:
         if not is_in_call():
             return
         frame: FrameType | None = sys._getframe(2)

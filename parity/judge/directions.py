@@ -65,7 +65,7 @@ class Direction:
 
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
     """Return the direction of each subtle mistake that the reference allows, and keep it for the next precision."""
-    return prepared.cache.get("directions", lambda: tuple(_directions(prepared)), _bytes_of)
+    return prepared.cache.get("directions", lambda: tuple(_find_directions(prepared)), _bytes_of)
 
 
 def _bytes_of(found: Sequence[Direction]) -> int:
@@ -73,7 +73,7 @@ def _bytes_of(found: Sequence[Direction]) -> int:
     return 2 * size_in_bytes([change.values for direction in found for change in direction.changes.values()])
 
 
-def _directions(prepared: Prepared) -> Iterator[Direction]:
+def _find_directions(prepared: Prepared) -> Iterator[Direction]:
     judged = {name: golden for name, golden in prepared.golden.outputs.items() if has_enough(golden)}
     if not judged:  # as in the steps of a training, which return a loss
         prepared.cache.take("calls", lambda: None)

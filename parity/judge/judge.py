@@ -109,7 +109,7 @@ def _granted_share(index: int, error: Summed, base: Summed, kernel: Summed) -> G
     norm = torch.linalg.vector_norm(change).item()
     if norm == 0.0 or not math.isfinite(norm):
         return None
-    contained = _contained(error.values.to(dtype), base.values.to(dtype), change)
+    contained = _estimate_change_share(error.values.to(dtype), base.values.to(dtype), change)
     if not 0.0 < contained <= _TOO_MUCH or contained * norm <= _NOTHING * base.norm:
         return None
     coefficient = min(contained, _MOST)
@@ -124,7 +124,7 @@ def _granted_share(index: int, error: Summed, base: Summed, kernel: Summed) -> G
     return Granted(index, coefficient, coefficient * norm, change.abs().max().item(), left, models)
 
 
-def _contained(error: Tensor, base: Tensor, change: Tensor) -> float:
+def _estimate_change_share(error: Tensor, base: Tensor, change: Tensor) -> float:
     """Return how much of the change an error contains, although the change shares a part with the model's error.
 
     Regressing on both at once tells them apart. The change starts from roundings that the model made, and an error
@@ -187,15 +187,17 @@ def judge(
         by_average: whether no slice is expected to have a smaller error than its tensor's average. True if no second
             look follows, since two models may be lucky in a slice that a few roundings decide.
     """
-    floors = _floors(golden, models)
-    granted = _granted(golden, candidate, models[0], leaning) if leaning else {}
+    floors = _compute_error_floors(golden, models)
+    granted = _collect_grants(golden, candidate, models[0], leaning) if leaning else {}
     return tuple(
-        _judged(key, golden, models, candidate, precision, table, known, floors, drawn, granted.get(key), by_average)
+        _judge_tensor(
+            key, golden, models, candidate, precision, table, known, floors, drawn, granted.get(key), by_average
+        )
         for key in golden
     )
 
 
-def _floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
+def _compute_error_floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
     """Return, for each gradient that is 0 but for rounding, the largest root mean square error expected in the others.
 
     If terms cancel, as in the gradient of a bias before a softmax or of queries that see one key, only their rounding
@@ -234,12 +236,14 @@ def observe(
         golden, models, candidate, known: as for ``judge``.
         dtype: the dtype in which the candidate returns the tensor.
     """
-    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, _floors(golden, models))
+    truth, (error, *model_errors) = _compute_deviations(
+        key, golden, candidate, models, _compute_error_floors(golden, models)
+    )
     least = least_error(dtype, summed_terms(key[0], truth.values, golden))
-    return _observed(key, error, model_errors, truth, least, known, terms=math.inf)
+    return _compute_statistics(key, error, model_errors, truth, least, known, terms=math.inf)
 
 
-def _terms(kind: Kind, precision: Precision, least: float) -> float:
+def _estimate_term_error(kind: Kind, precision: Precision, least: float) -> float:
     """Return the relative error of terms that may nearly cancel in a slice.
 
     A gradient behind a softmax is a difference of such terms. A kernel may store a value that the model holds in FP32,
@@ -251,7 +255,7 @@ def _terms(kind: Kind, precision: Precision, least: float) -> float:
     return least if precision.recipe is None else math.inf
 
 
-def _deviations(
+def _compute_deviations(
     key: tuple[Kind, str],
     golden: Truths,
     candidate: Tensors,
@@ -273,7 +277,7 @@ def _deviations(
     return found
 
 
-def _observed(
+def _compute_statistics(
     key: tuple[Kind, str],
     error: Summed,
     model_errors: Sequence[Summed],
@@ -302,7 +306,7 @@ def summed_terms(kind: Kind, tensor: Tensor, golden: Truths) -> int:
     return max(output.numel() // max(1, output.shape[-1]) if output.dim() else 1 for output in outputs)
 
 
-def _judged(
+def _judge_tensor(
     key: tuple[Kind, str],
     golden: Truths,
     models: Sequence[Tensors],
@@ -316,18 +320,18 @@ def _judged(
     by_average: bool,
 ) -> TensorResult:
     kind, name = key
-    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
+    truth, (error, *model_errors) = _compute_deviations(key, golden, candidate, models, floors, drawn)
     measures = golden[key].measures(truth, precision.dtype)
     returned = returned_dtype(kind, candidate[key], precision.dtype)
     least = least_error(returned, summed_terms(kind, truth.values, golden))
     errors = measures.of(candidate[key], error)
     if granted is not None:
         error, model_errors = granted.left, [*model_errors, *granted.models]
-    most = _most(error, model_errors)
+    most = _find_expected_error(error, model_errors)
     loses_most = models[most][key] if most < len(models) else truth.values + model_errors[most].values
     expected = measures.of(loses_most, model_errors[most])
-    terms = math.inf if by_average else _terms(kind, precision, least)
-    found = _observed(key, error, model_errors, truth, least, known, terms)
+    terms = math.inf if by_average else _estimate_term_error(kind, precision, least)
+    found = _compute_statistics(key, error, model_errors, truth, least, known, terms)
     limits = {one.name: table.limit(precision.name, kind, one.name) for one in found}
     if found and kind.endswith("gradient"):
         allowed = allowance(truth, [x for x in model_errors if x.is_finite], limits["norm"])
@@ -349,7 +353,7 @@ def _judged(
     )
 
 
-def _granted(
+def _collect_grants(
     golden: Truths, candidate: Tensors, base: Tensors, leaning: Sequence[Tensors]
 ) -> dict[tuple[Kind, str], Granted]:
     """Return each tensor's allowance for kernels that lean; empty if no tensor gives evidence of such kernels."""
@@ -362,7 +366,7 @@ def _granted(
     return found if any(one.is_evidence for one in found.values()) else {}
 
 
-def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
+def _find_expected_error(error: Summed, model_errors: Sequence[Summed]) -> int:
     """Return the index of the expected error: the largest finite one, since a faithful port may compute like any model.
 
     If the candidate overflows, it is the error of a model that overflows there, too, if there is one.
@@ -403,7 +407,9 @@ def parts(case: Case, checked: CheckedSize, golden: Pass) -> list[Case]:
     others = tuple(name for name in outputs if name not in alone)
     groups = [*((name,) for name in alone), *([others] if others else [])]
     _LATEST.clear()
-    _LATEST[case, checked] = [_part(case, group) for group in groups] if alone and len(groups) > 1 else [case]
+    _LATEST[case, checked] = (
+        [_restrict_to_outputs(case, group) for group in groups] if alone and len(groups) > 1 else [case]
+    )
     return _LATEST[case, checked]
 
 
@@ -412,7 +418,7 @@ def parts_known(case: Case, checked: CheckedSize) -> list[Case] | None:
     return _LATEST.get((case, checked))
 
 
-def _part(case: Case, names: tuple[str, ...]) -> Case:
+def _restrict_to_outputs(case: Case, names: tuple[str, ...]) -> Case:
     """Return the case as if both modules returned only these outputs."""
 
     def factory(te: ModuleType, **size: Any) -> Pair:
@@ -447,14 +453,14 @@ def merged(results: Sequence[Result]) -> Result:
     return dataclasses.replace(
         told,
         tensors=thinned(sorted(tensors.values(), key=lambda tensor: _KINDS.index(tensor.kind))),
-        findings=_findings(results),
+        findings=_merge_findings(results),
         notes=tuple(
             note
             for note in dict.fromkeys(chain.from_iterable(result.notes for result in results))
             if not isinstance(note, ProvesNothing) or all(note in result.notes for result in results)
         ),
         attention=", ".join(dict.fromkeys(filter(None, (result.attention for result in results)))),
-        determinism=_determinism([result.determinism for result in results if result.determinism is not None]),
+        determinism=_merge_determinism([result.determinism for result in results if result.determinism is not None]),
         device_error=next((result.device_error for result in results if result.device_error), ""),
     )
 
@@ -474,7 +480,7 @@ def worth_a_picture(tensors: Sequence[TensorResult]) -> list[TensorResult]:
     return outputs + others[: MOST_PICTURES - len(outputs)] or by_margin[:1]
 
 
-def _findings(results: Sequence[Result]) -> tuple[Finding, ...]:
+def _merge_findings(results: Sequence[Result]) -> tuple[Finding, ...]:
     """Return the findings of all parts, the worst part's first; if a part has a cause, unexplained ones are left out.
 
     Parts share all but their last steps, so the cause of one is the likeliest cause of another's unexplained failure.
@@ -493,7 +499,7 @@ def is_explained(result: Result) -> bool:
     return any(finding.code not in UNEXPLAINED for finding in result.findings)
 
 
-def _determinism(seen: Sequence[Determinism]) -> Determinism | None:
+def _merge_determinism(seen: Sequence[Determinism]) -> Determinism | None:
     """Return the differences seen in any of the parts; None if none was checked."""
     if not seen:
         return None
@@ -536,13 +542,13 @@ def judged_numbers(
         other = returned[place]
         if one == other or (one != one and other != other):
             continue
-        told = f"the candidate returns {_shown(other)} at {place} where the reference returns {_shown(one)}"
+        told = f"the candidate returns {_show_number(other)} at {place} where the reference returns {_show_number(one)}"
         if not (_is_float(one) and _is_float(other)):
             notes.append(f"{told}; whole numbers and booleans are not judged")
             continue
         runs = model_numbers(prepared, precision.rounding).values()
         modelled = [float(run[place]) for run in runs if place in run]
-        margin = _margin(one, other, modelled, precision, table)
+        margin = _compute_number_margin(one, other, modelled, precision, table)
         if margin > _GROSS:
             found.append(finding("number", f"{told}, which no rounding at {precision.name} explains"))
         elif margin > 1.0:
@@ -554,11 +560,13 @@ def _is_float(number: float) -> bool:
     return isinstance(number, float)
 
 
-def _shown(number: float) -> str:
+def _show_number(number: float) -> str:
     return f"{number:.6g}" if _is_float(number) else str(number)
 
 
-def _margin(one: float, other: float, modelled: list[float], precision: Precision, table: Table) -> float:
+def _compute_number_margin(
+    one: float, other: float, modelled: list[float], precision: Precision, table: Table
+) -> float:
     """Return the margin of one number, judged as an output of one element; infinite if either value is not finite."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf

@@ -100,16 +100,16 @@ class Law:
         """
         signed = statistic in SIGNED
         quantile = -special.stdtrit(self.tensors - 1, probability / 2 if signed else probability)
-        distance = float(quantile * self._trusted(statistic))
-        return distance if signed else _exp(self.center + distance)
+        distance = float(quantile * self._effective_spread(statistic))
+        return distance if signed else _compute_exponential(self.center + distance)
 
     def deviations(self, value: float, statistic: str) -> float:
         """Return how many standard deviations a value lies above the center; for a signed statistic, its magnitude."""
         signed = statistic in SIGNED
         distance = abs(value) if signed else math.log(max(value, SMALLEST_RATIO)) - self.center
-        return distance / self._trusted(statistic)
+        return distance / self._effective_spread(statistic)
 
-    def _trusted(self, statistic: str) -> float:
+    def _effective_spread(self, statistic: str) -> float:
         return max(self.spread, LEAST_SPREADS.get(statistic, _LEAST_SPREAD))
 
 
@@ -135,10 +135,10 @@ def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
         logarithms = np.log(np.maximum(measured, SMALLEST_RATIO))
         center = max(0.0, float(np.median(logarithms)))
         distances = logarithms - center
-    return Law(center, _spread(np.sort(distances), signed), count, len(measured), float(np.abs(measured).max()))
+    return Law(center, _fit_spread(np.sort(distances), signed), count, len(measured), float(np.abs(measured).max()))
 
 
-def _exp(exponent: float) -> float:
+def _compute_exponential(exponent: float) -> float:
     """Return the exponential; infinity if no float can hold it."""
     try:
         return math.exp(exponent)
@@ -154,7 +154,7 @@ def too_few(count: int) -> str:
     )
 
 
-def _spread(distances: NDArray[np.float64], signed: bool) -> float:
+def _fit_spread(distances: NDArray[np.float64], signed: bool) -> float:
     """Return the spread of the narrowest normal distribution (half-normal for magnitudes) that bounds
     the sorted distances' tail.
     """
@@ -200,18 +200,18 @@ class Table:
                 f"the calibration table has no limit for {statistic!r} of the kind {kind!r} at {precision}; "
                 f"make one with: parity calibrate --precision {precision}"
             )
-        return _limit(law, statistic)
+        return _compute_limit(law, statistic)
 
 
 @lru_cache(maxsize=1024)
-def _limit(law: Law, statistic: str) -> float:
+def _compute_limit(law: Law, statistic: str) -> float:
     return law.limit(statistic)
 
 
 def save(table: Table, file: Path) -> None:
     """Write the table, sorted, one law per line, so that two tables can be compared by eye."""
     laws = [
-        json.dumps({"precision": key[0], "kind": key[1], "statistic": key[2], **_rounded(dataclasses.asdict(law))})
+        json.dumps({"precision": key[0], "kind": key[1], "statistic": key[2], **_round_floats(dataclasses.asdict(law))})
         for key, law in sorted(table.laws.items())
     ]
     provenance = json.dumps(dict(table.provenance), indent=2).replace("\n", "\n  ")
@@ -280,7 +280,7 @@ def packaged() -> Table:
     return load(PACKAGED)
 
 
-def _rounded(law: dict[str, Any]) -> dict[str, Any]:
+def _round_floats(law: dict[str, Any]) -> dict[str, Any]:
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in law.items()}
 
 

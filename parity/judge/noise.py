@@ -54,7 +54,7 @@ def growth(before: Check, after: Check, precision: str, kind: Kind) -> float:
         The logarithm of the ratio of both values; for a signed statistic the difference in standard deviations,
         positive if the newer value has the larger magnitude.
     """
-    old, new = _value(before, precision, kind), _value(after, precision, kind)
+    old, new = _normalize_value(before, precision, kind), _normalize_value(after, precision, kind)
     if old == new:
         return 0.0
     if before.statistic in SIGNED:
@@ -62,7 +62,7 @@ def growth(before: Check, after: Check, precision: str, kind: Kind) -> float:
     return math.log(max(new, 1.0)) - math.log(max(old, 1.0))
 
 
-def _value(check: Check, precision: str, kind: Kind) -> float:
+def _normalize_value(check: Check, precision: str, kind: Kind) -> float:
     law = limits.packaged().laws.get((precision, kind, check.statistic))
     return check.value if law is None else check.value * law.limit(check.statistic) / check.limit
 
@@ -96,12 +96,12 @@ def laws(measured: Iterable[Growth]) -> dict[Key, Law]:
     """
     grouped: dict[Key, dict[str, list[Growth]]] = defaultdict(lambda: defaultdict(list))
     for each in measured:
-        grouped[_key(each.kernels, each.precision, each.statistic)][each.runs].append(each)
-    found = {key: [law for group in by_runs.values() if (law := _law(group))] for key, by_runs in grouped.items()}
+        grouped[_make_key(each.kernels, each.precision, each.statistic)][each.runs].append(each)
+    found = {key: [law for group in by_runs.values() if (law := _fit_law(group))] for key, by_runs in grouped.items()}
     return {key: max(each, key=lambda law: law.spread) for key, each in found.items() if each}
 
 
-def _law(group: Sequence[Growth]) -> Law | None:
+def _fit_law(group: Sequence[Growth]) -> Law | None:
     """Return the law of one pair of runs; None if there are too few different tensors to extrapolate from."""
     tensors = [each.tensor for each in group]
     enough = len(set(tensors)) >= limits.FEWEST_TENSORS
@@ -126,16 +126,16 @@ def allowed(
         compared: how many statistics the whole comparison of two runs has.
         table: the table of laws of growth; None for the packaged one.
     """
-    law = (table or packaged()).laws[_key(kernels, precision, statistic)]
+    law = (table or packaged()).laws[_make_key(kernels, precision, statistic)]
     least = limits.LEAST_SPREADS[statistic] if statistic in limits.WORST_OF_MANY else 0.0
     spread = max(law.spread, least)
     if statistic not in SIGNED:
         spread = math.hypot(spread, 1 / math.sqrt(max(elements, 1)))
-    return _quantile(law.tensors, FALSE_ALARMS_A_RUN / max(compared, 1)) * spread
+    return _compute_quantile(law.tensors, FALSE_ALARMS_A_RUN / max(compared, 1)) * spread
 
 
 @lru_cache(maxsize=1024)
-def _quantile(tensors: int, probability: float) -> float:
+def _compute_quantile(tensors: int, probability: float) -> float:
     return float(-special.stdtrit(tensors - 1, probability))
 
 
@@ -149,6 +149,6 @@ def save(measured: Iterable[Growth], provenance: Mapping[str, Any], file: Path) 
     limits.save(Table(laws(measured), provenance), file)
 
 
-def _key(kernels: Kernels, precision: str, statistic: str) -> Key:
+def _make_key(kernels: Kernels, precision: str, statistic: str) -> Key:
     law = _COMPONENT if statistic in SIGNED else statistic
     return kernels, _FP32 if precision == _FP32 else _SIXTEEN_BITS, law

@@ -38,39 +38,41 @@ def pictured(
     parts = PARTS_OF_A_PASS if all(tensor.passed for tensor in tensors) else PARTS
     worth = {tensor.label for tensor in worth_a_picture(tensors) if tensor.key in golden}
     return tuple(
-        dataclasses.replace(tensor, picture=_picture(golden[tensor.key], tensor, candidate, models, parts))
+        dataclasses.replace(tensor, picture=_make_picture(golden[tensor.key], tensor, candidate, models, parts))
         if tensor.label in worth
         else tensor
         for tensor in tensors
     )
 
 
-def _picture(
+def _make_picture(
     truth: Truth, tensor: TensorResult, candidate: Tensors, models: Sequence[Tensors], parts: int
 ) -> Picture | None:
     """Return a tensor's picture; None if there is no error of any kind."""
     deviations: Deviations = truth.deviations([candidate[tensor.key], *(model[tensor.key] for model in models)])
     error, *model_errors = deviations.errors
-    expected = _finite(max(model_errors, key=lambda one: one.norm if one.is_finite else -1.0))
+    expected = _zero_non_finite(max(model_errors, key=lambda one: one.norm if one.is_finite else -1.0))
     spoiled = None if error.is_finite else ~error.values.isfinite()
-    error = _finite(error)
+    error = _zero_non_finite(error)
     unit = expected.root_mean_square or error.root_mean_square
     if not unit and spoiled is None:
         return None
     axes = [axis for axis, length in enumerate(error.values.shape) if length > 1]
     return Picture(
-        unit=_rounded(unit),
-        profiles=tuple(_profile(axis, error, expected, spoiled, parts) for axis in axes),
-        histogram=_histogram(error.values, expected.values, unit) if error.values.numel() >= _FEWEST and unit else None,
+        unit=_round_to_three_digits(unit),
+        profiles=tuple(_make_profile(axis, error, expected, spoiled, parts) for axis in axes),
+        histogram=_make_histogram(error.values, expected.values, unit)
+        if error.values.numel() >= _FEWEST and unit
+        else None,
     )
 
 
-def _finite(error: Summed) -> Summed:
+def _zero_non_finite(error: Summed) -> Summed:
     """Return an error with 0 for elements that are not finite, since these have no size."""
     return error if error.is_finite else Summed(error.values.nan_to_num(0.0, 0.0, 0.0))
 
 
-def _profile(axis: int, error: Summed, expected: Summed, spoiled: Tensor | None, parts: int) -> Profile:
+def _make_profile(axis: int, error: Summed, expected: Summed, spoiled: Tensor | None, parts: int) -> Profile:
     length = error.values.shape[axis]
     span = math.ceil(length / parts)
     others = tuple(dim for dim in range(error.values.dim()) if dim != axis)
@@ -78,8 +80,8 @@ def _profile(axis: int, error: Summed, expected: Summed, spoiled: Tensor | None,
 
     def sizes(one: Summed) -> tuple[float, ...]:
         squares = one.squares_over(others) if others else one.squares
-        means = (_summed(squares, span) / (elements * _summed(torch.ones_like(squares), span))).sqrt()
-        return tuple(map(_rounded, means.tolist()))
+        means = (_sum_parts(squares, span) / (elements * _sum_parts(torch.ones_like(squares), span))).sqrt()
+        return tuple(map(_round_to_three_digits, means.tolist()))
 
     counts = None if spoiled is None else spoiled.sum(others) if others else spoiled
     return Profile(
@@ -87,23 +89,23 @@ def _profile(axis: int, error: Summed, expected: Summed, spoiled: Tensor | None,
         span=span,
         error=sizes(error),
         expected=sizes(expected),
-        spoiled=() if counts is None else tuple(map(int, _summed(counts.float(), span).tolist())),
+        spoiled=() if counts is None else tuple(map(int, _sum_parts(counts.float(), span).tolist())),
     )
 
 
-def _summed(values: Tensor, span: int) -> Tensor:
+def _sum_parts(values: Tensor, span: int) -> Tensor:
     """Return the sums over parts of ``span`` consecutive values; the last part may have fewer."""
     padding = -len(values) % span
     return torch.nn.functional.pad(values, (0, padding)).view(-1, span).sum(-1)
 
 
-def _histogram(error: Tensor, expected: Tensor, unit: float) -> Histogram:
-    of_error, exact = _counted(error, unit)
-    of_expected, exact_of_expected = _counted(expected, unit)
+def _make_histogram(error: Tensor, expected: Tensor, unit: float) -> Histogram:
+    of_error, exact = _count_by_bin(error, unit)
+    of_expected, exact_of_expected = _count_by_bin(expected, unit)
     return Histogram(FIRST, WIDTH, of_error, of_expected, (exact, exact_of_expected))
 
 
-def _counted(values: Tensor, unit: float) -> tuple[tuple[int, ...], int]:
+def _count_by_bin(values: Tensor, unit: float) -> tuple[tuple[int, ...], int]:
     """Return how many elements each bin has, and how many elements are 0."""
     counts, exact = values.new_zeros(BINS, dtype=torch.int64), 0
     for chunk in values.flatten().split(_CHUNK):
@@ -114,7 +116,7 @@ def _counted(values: Tensor, unit: float) -> tuple[tuple[int, ...], int]:
     return tuple(counts.tolist()), exact
 
 
-def _rounded(value: float) -> float:
+def _round_to_three_digits(value: float) -> float:
     """Return a number rounded to three digits, which are all that a picture shows."""
     return float(f"{value:.3g}")
 
@@ -178,11 +180,13 @@ def _first_along(
     if golden.shape[dim] < _FEWEST_POSITIONS:
         return None
     count, each = golden.shape[dim], golden.numel() // golden.shape[dim]
-    sizes = _norms(golden, dim).clamp(min=_TINY)
-    errors = _norms(computed - golden, dim)
+    sizes = _compute_position_norms(golden, dim).clamp(min=_TINY)
+    errors = _compute_position_norms(computed - golden, dim)
     # A model's error at one position may be small by chance, so the error over all positions counts as well.
     typical = result.expected.relative_l2 * norm_of(golden) / count**0.5
-    expected = torch.stack([_norms(model - golden, dim) for model in models]).amax(0).clamp(min=typical)
+    expected = (
+        torch.stack([_compute_position_norms(model - golden, dim) for model in models]).amax(0).clamp(min=typical)
+    )
     allowed = max(result.tolerance_relative_l2 / max(result.expected.relative_l2, _TINY), 1.0)
     wrong = (errors > allowed * (1.0 + _CHANCE / each**0.5) * expected).nonzero().flatten().tolist()
     if not wrong or wrong[0] == 0:
@@ -194,7 +198,7 @@ def _first_along(
     return FirstWrong(dim, at, count, float(errors[at] / sizes[at]), float(expected[at] / sizes[at]))
 
 
-def _norms(x: Tensor, dim: int) -> Tensor:
+def _compute_position_norms(x: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(x.movedim(dim, 0).flatten(1), dim=1)
 
 
@@ -266,24 +270,26 @@ def told(names: Sequence[str], candidate: Tensors, golden: Tensors, models: Sequ
         at = ", ".join(str(index) for index in np.unravel_index(int(off.abs().argmax()), off.shape))
         ratios = (-off[counts]).exp()
         yield (
-            f"log-probabilities of {name} are off by {_mean(off, counts):.2g} on average (by rounding alone, "
-            f"{_span(_mean(one, counts) for one in of_models)}), and by at most {off.abs().max():.2g}, at [{at}] (by "
-            f"rounding alone, {_span(float(one.abs().max()) for one in of_models)}); ratios of probabilities are "
-            f"{ratios.min():.4g} to {ratios.max():.4g}; KL {_kl(off[counts]):.2g} (by rounding alone, "
-            f"{_span(_kl(one[counts]) for one in of_models)}){_of_their_dtype(computed, right, counts)}"
+            f"log-probabilities of {name} are off by {_average_magnitude(off, counts):.2g} on average (by rounding "
+            f"alone, {_describe_range(_average_magnitude(one, counts) for one in of_models)}), and by at most "
+            f"{off.abs().max():.2g}, at [{at}] (by rounding alone, "
+            f"{_describe_range(float(one.abs().max()) for one in of_models)}); ratios of probabilities are "
+            f"{ratios.min():.4g} to {ratios.max():.4g}; KL {_estimate_kl(off[counts]):.2g} (by rounding alone, "
+            f"{_describe_range(_estimate_kl(one[counts]) for one in of_models)})"
+            f"{_of_their_dtype(computed, right, counts)}"
         )
 
 
-def _mean(off: Tensor, counts: Tensor) -> float:
+def _average_magnitude(off: Tensor, counts: Tensor) -> float:
     return off[counts].abs().mean().item()
 
 
-def _kl(off: Tensor) -> float:
+def _estimate_kl(off: Tensor) -> float:
     """Return the average of ``ratio - 1 - log(ratio)``, with the ratio ``exp(-off)``."""
     return (torch.expm1(-off) + off).mean().item()
 
 
-def _span(values: Iterator[float]) -> str:
+def _describe_range(values: Iterator[float]) -> str:
     """Return one number, or the least and the largest."""
     told = sorted(f"{value:.2g}" for value in values)
     return " to ".join(dict.fromkeys((told[0], told[-1])))

@@ -109,7 +109,7 @@ def second_look(
         if all(tensor.passed for tensor in judged):
             return judged
     with optimizers_recorded() as optimizers:
-        for kinks, freedom in _looks(prepared, both):
+        for kinks, freedom in _plan_looks(prepared, both):
             if freedom.jitter is not None and is_hopeless(judged, noisy, bool(optimizers), rounding):
                 return tensors
             noisy += freedom.jitter is not None
@@ -148,11 +148,11 @@ def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port) -> list[Ten
 
 def drawn_runs(prepared: Prepared, rounding: Rounding, count: int, port: Port = Port()) -> list[Tensors]:  # noqa: B008
     """Return runs of the model whose roundings are drawn, half of them as each kind of kernel."""
-    dithered = _noisy(port.freedoms, range(LOOKS, LOOKS + count), dithers=True)
-    return [_drawn(prepared, rounding, freedom) for freedom in dithered]
+    dithered = _jitter_freedoms(port.freedoms, range(LOOKS, LOOKS + count), dithers=True)
+    return [_run_with_dithering(prepared, rounding, freedom) for freedom in dithered]
 
 
-def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
+def _run_with_dithering(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     """Run the model with roundings independent of other runs', and errors as large as those of rounding to nearest.
 
     Dithering doubles the variance of an error. Errors that are not roundings of activations, such as those of weights,
@@ -163,7 +163,7 @@ def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     return {key: golden[key] + (x.double() - golden[key]) / math.sqrt(2.0) for key, x in drawn.items()}
 
 
-def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
+def _jitter_freedoms(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
     """Return freedoms with noise, which alternate between the two kinds of kernels."""
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
 
@@ -197,9 +197,9 @@ def _are_few_numbers(tensor: TensorResult) -> bool:
     return not tensor.kind.endswith("gradient") and tensor.numel < SMALLEST_SLICE
 
 
-def _looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[Kinks | None, Freedom]]:
+def _plan_looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[Kinks | None, Freedom]]:
     yield from ((kinks, both[1]) for kinks in kinks_moved(prepared))
-    yield from ((None, freedom) for freedom in _noisy(both, range(LOOKS)))
+    yield from ((None, freedom) for freedom in _jitter_freedoms(both, range(LOOKS)))
 
 
 def kinks_moved(prepared: Prepared) -> list[Kinks]:
@@ -221,11 +221,11 @@ def remark(first: Sequence[TensorResult], second: Sequence[TensorResult], why: s
     owed = [tensor for tensor in first if not tensor.passed and tensor.label in passed]
     if not owed:
         return ""
-    labels = ", ".join(f"{tensor.label} ({_where(tensor)})" for tensor in owed)
+    labels = ", ".join(f"{tensor.label} ({_describe_worst_check(tensor)})" for tensor in owed)
     return f"over a limit at first look, but {why}: {labels}"
 
 
-def _where(tensor: TensorResult) -> str:
+def _describe_worst_check(tensor: TensorResult) -> str:
     check = tensor.worst_check
     return f"{check.statistic} {check.where}".strip() if check else "not finite"
 

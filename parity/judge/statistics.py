@@ -110,7 +110,7 @@ class Component:
         residual.sub_(direction, alpha=self.coefficient)
         leaning = self._drawn_leaning(norm_of(residual)) if len(self._drawn) > 1 else 0.0
         size = self._direction.root_mean_square  # divided out, so that FP32 holds the squares of the products
-        scatter = size * _scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
+        scatter = size * _estimate_scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
         if leaning > _BY_RUNS_ALONE * scatter:
             leaning *= _times_for_few(len(self._drawn))
         return math.hypot(max(scatter, leaning), self._taken_out(residual), self._granted)
@@ -164,7 +164,7 @@ def _times_for_few(runs: int) -> float:
     return float(special.stdtrit(runs - 1, probability) / special.ndtri(probability))
 
 
-def _scatter(products: Tensor) -> float:
+def _estimate_scatter(products: Tensor) -> float:
     """Return the standard deviation of a sum of products with random signs: one by one, by row, by first or last index.
 
     A norm's rounded root scales a whole row, and a rounded input spoils a column of a weight's gradient, so errors are
@@ -215,7 +215,7 @@ def scatters(drawn: Sequence[Summed]) -> bool:
     if len(drawn) < FEWEST_DRAWN:
         return False
     few = min(_FEW_ROUNDINGS, drawn[0].values.numel() / _MANY_TIMES)
-    return _rows_scatter(drawn) or _roundings(drawn) < few
+    return _rows_scatter(drawn) or _count_independent_roundings(drawn) < few
 
 
 def slices_scatter(drawn: Sequence[Summed]) -> bool:
@@ -232,13 +232,13 @@ def slices_scatter(drawn: Sequence[Summed]) -> bool:
     dims = range(drawn[0].values.dim())
     slices = (tuple(other for other in dims if other != dim) for dim in dims)
     return any(
-        _differ([error.squares_over(others) for error in drawn])
+        _exceeds_median([error.squares_over(others) for error in drawn])
         for others in slices
         if others and math.prod(drawn[0].values.shape[other] for other in others) >= _SMALLEST_ROW
     )
 
 
-def _roundings(drawn: Sequence[Summed]) -> float:
+def _count_independent_roundings(drawn: Sequence[Summed]) -> float:
     """Return how many independent roundings would make the squared norm scatter as it does.
 
     The sum of n squared roundings has mean n and variance ``2 n``. The runs of the two kinds of kernels alternate, and
@@ -255,10 +255,10 @@ def _rows_scatter(drawn: Sequence[Summed]) -> bool:
     sums = [torch.tensor([error.total]) for error in drawn]
     if len(shape) > 1 and shape[-1] >= _SMALLEST_ROW:
         sums = [error.squares_over((len(shape) - 1,)).flatten() for error in drawn]
-    return _differ(sums)
+    return _exceeds_median(sums)
 
 
-def _differ(sums: Sequence[Tensor]) -> bool:
+def _exceeds_median(sums: Sequence[Tensor]) -> bool:
     """Return whether one of the squared norms is far above its median in some run."""
     squares = torch.stack(list(sums))
     return bool((squares.amax(0) > _SCATTERS**2 * squares.median(0).values).any())
@@ -396,13 +396,13 @@ def statistics(
     if not count:
         return
     total = max(*(model.total for model in model_errors), least**2 * golden.total)
-    yield Statistic("norm", math.sqrt(_ratio(error.total, total)) / _chance_of_norm(model_errors, count))
-    yield _largest(error, model_errors, least * golden.max_abs)
+    yield Statistic("norm", math.sqrt(_compute_ratio(error.total, total)) / _chance_of_norm(model_errors, count))
+    yield _compare_largest(error, model_errors, least * golden.max_abs)
     if has_component(golden):
         yield Statistic("gain", Component(error, model_errors, golden, golden, math.sqrt(total)).value)
     relative = math.sqrt(total / golden.total) if golden.total > 0 else 0.0
     worst: dict[str, Statistic] = {}
-    for name, label, dims in _slices(shape, of_parameter):
+    for name, label, dims in _list_slices(shape, of_parameter):
         there = math.prod(shape[dim] for dim in dims)
         own = functools.reduce(torch.maximum, (model.squares_over(dims) for model in model_errors))
         share = there / (there + _PRIOR_ELEMENTS)
@@ -413,22 +413,23 @@ def statistics(
         # rounding, whose size no model can tell. So the tensor's average is expected there.
         floor[here <= _VANISHING**2 * here.max()] = total * there / count
         expected = torch.maximum(expected, floor).clamp_(min=there * torch.finfo(here.dtype).tiny)
-        ratios = _ratios(error.squares_over(dims), expected)
-        value = math.sqrt(ratios.max().item()) / _chance(there)
+        ratios = _compute_ratios(error.squares_over(dims), expected)
+        value = math.sqrt(ratios.max().item()) / _compute_chance_factor(there)
         if value > _USUAL:
             ratios /= torch.maximum(
-                _chance(_independent(model_errors, dims, there)), _chance_by_runs(model_errors, dims)
+                _compute_chance_factor(_count_independent_errors(model_errors, dims, there)),
+                _chance_by_runs(model_errors, dims),
             ).square()
             value = math.sqrt(ratios.max().item())
         if name not in worst or worst[name].value < value:
-            place = _place(int(ratios.argmax()), ratios.shape)
+            place = _describe_place(int(ratios.argmax()), ratios.shape)
             worst[name] = Statistic(name, value, f"{label} at {place}")
     yield from worst.values()
     if len(shape) > 1 and shape[-1] >= SMALLEST_SLICE <= count // shape[-1]:
-        yield Statistic("shift", _shift(error, model_errors, total))
+        yield Statistic("shift", _compare_shift(error, model_errors, total))
 
 
-def _slices(shape: torch.Size, of_parameter: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _list_slices(shape: torch.Size, of_parameter: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield the statistic, what its slices are called, and the dimensions that are summed over.
 
     A parameter of more than two dimensions is a stack of matrices, one for each expert: its rows are the slices that
@@ -443,29 +444,29 @@ def _slices(shape: torch.Size, of_parameter: bool) -> Iterator[tuple[str, str, t
         yield "slice" if of_parameter else "row", "row", (every[-1],)
 
 
-def _place(flat: int, shape: torch.Size) -> str:
+def _describe_place(flat: int, shape: torch.Size) -> str:
     return ", ".join(str(index) for index in np.unravel_index(flat, shape))
 
 
-def _largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Statistic:
+def _compare_largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Statistic:
     shape = error.values.shape
-    value = _ratio(error.max_abs, max(*(model.max_abs for model in model_errors), least))
+    value = _compute_ratio(error.max_abs, max(*(model.max_abs for model in model_errors), least))
     row = int(error.largest_in_rows.argmax())
     index = int(error.values.reshape(-1, shape[-1])[row].abs().argmax()) if shape else 0
-    place = _place(row * (shape[-1] if shape else 1) + index, shape)
-    return Statistic("largest", value / _chance(error.values.numel()), f"element {place}")
+    place = _describe_place(row * (shape[-1] if shape else 1) + index, shape)
+    return Statistic("largest", value / _compute_chance_factor(error.values.numel()), f"element {place}")
 
 
-def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
+def _compare_shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
     """Return the ratio of the norms of the sums over rows.
 
     For independent errors, the square of such a norm is that of the whole error.
     """
     shifted, *modelled = [norm_of(over_rows(x.values)) ** 2 for x in (error, *model_errors)]
-    return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.values.shape[-1])
+    return math.sqrt(_compute_ratio(shifted, max(*modelled, total))) / _compute_chance_factor(error.values.shape[-1])
 
 
-def _chance(count: Count) -> Count:
+def _compute_chance_factor(count: Count) -> Count:
     """Return the factor by which one norm may exceed another by chance: three standard deviations of their ratio.
 
     The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
@@ -473,7 +474,7 @@ def _chance(count: Count) -> Count:
     return 1.0 + _BY_CHANCE / count**0.5
 
 
-def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:
+def _count_independent_errors(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:
     """Return how many independent errors of one size would make each slice's norm scatter as the models' errors do.
 
     A few elements make up most of the error if they make up most of the values, as in a softmax. The variance of a sum
@@ -497,18 +498,18 @@ def _even_powers(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
-    """Return the factor of ``_chance``; for few elements, such as a loss, no more than many runs leave to chance.
+    """Return ``_compute_chance_factor``; for few elements, such as a loss, no more than many runs leave to chance.
 
-    The model's error in one number may happen to be tiny, which ``_chance`` allows for. The largest error of many runs
-    is not tiny, so it needs no such allowance. Runs with jitter may have most roundings in common, so they count only
-    if their errors scatter like those of few independent ones.
+    The model's error in one number may happen to be tiny, which ``_compute_chance_factor`` allows for. The largest
+    error of many runs is not tiny, so it needs no such allowance. Runs with jitter may have most roundings in common,
+    so they count only if their errors scatter like those of few independent ones.
     """
-    usual = _chance(float(count))
+    usual = _compute_chance_factor(float(count))
     drawn = [model.total for model in model_errors if model.is_drawn]
     totals = torch.tensor(drawn or [model.total for model in model_errors], dtype=torch.float64)
     if count >= SMALLEST_SLICE or len(totals) < (FEWEST_DRAWN if drawn else _FEWEST_RUNS):
         return usual
-    if not drawn and _freedom(totals) > _FREEDOM_OF_FEW * count:
+    if not drawn and _estimate_degrees_of_freedom(totals) > _FREEDOM_OF_FEW * count:
         return usual
     return min(usual, _beyond_largest(totals).item())
 
@@ -531,26 +532,26 @@ def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Te
 
 def _beyond_largest(squares: Tensor) -> Tensor:
     """Return this factor from the squared norms of runs, which lie along the first dimension."""
-    half = _freedom(squares).numpy(force=True) / 2.0
+    half = _estimate_degrees_of_freedom(squares).numpy(force=True) / 2.0
     reached, largest = (special.gammaincinv(half, p) for p in (_CHANCE, 0.5 ** (1 / len(squares))))
     return torch.as_tensor(np.sqrt(reached / largest), dtype=squares.dtype, device=squares.device)
 
 
-def _freedom(squares: Tensor) -> Tensor:
+def _estimate_degrees_of_freedom(squares: Tensor) -> Tensor:
     """Return how many independent normal errors would scatter as squared norms do over runs, the first dimension."""
     variance, mean = squares.double().var(0), squares.double().mean(0)
     return torch.where(variance > 0, 2.0 * mean.square() / variance, _MOST_FREEDOM).clamp(1.0, _MOST_FREEDOM)
 
 
-def _ratio(error: float, expected: float) -> float:
+def _compute_ratio(error: float, expected: float) -> float:
     """Return the ratio of two numbers that are not negative."""
     if error == 0:
         return 0.0
     return error / expected if expected > 0 else math.inf
 
 
-def _ratios(errors: Tensor, expected: Tensor) -> Tensor:
-    """Return the ratio of each element, as ``_ratio`` does."""
+def _compute_ratios(errors: Tensor, expected: Tensor) -> Tensor:
+    """Return the ratio of each element, as ``_compute_ratio`` does."""
     return torch.where(errors > 0, errors / expected, 0.0)
 
 

@@ -51,22 +51,22 @@ def free_memory(root: Path = _ROOT) -> int | None:
 
 
 def _of_machine(root: Path) -> int | None:
-    text = _text(root / "proc/meminfo")
+    text = _read_text(root / "proc/meminfo")
     kibibytes = [line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:")]
     return int(kibibytes[0]) * 1024 if kibibytes else None
 
 
 def _of_container(root: Path, limit: str, use: str, cached: str) -> int | None:
     folder = root / "sys/fs/cgroup"
-    allowed, used = _text(folder / limit).strip(), _text(folder / use).strip()
+    allowed, used = _read_text(folder / limit).strip(), _read_text(folder / use).strip()
     if not (allowed.isdecimal() and used.isdecimal()):  # "max" where there is no limit
         return None
-    statistics = _text((folder / limit).with_name("memory.stat"))
+    statistics = _read_text((folder / limit).with_name("memory.stat"))
     yields = [int(line.split()[1]) for line in statistics.splitlines() if line.split()[:1] == [cached]]
     return max(int(allowed) - int(used) + sum(yields), 0)
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except OSError:
@@ -114,13 +114,13 @@ def chosen(environment: Mapping[str, str]) -> list[Device]:
     asked = environment.get(PARITY_DEVICES, "").strip()
     if not asked:
         return devices
-    found = [_named(token.strip(), devices, asked) for token in asked.split(",")]
+    found = [_find_device(token.strip(), devices, asked) for token in asked.split(",")]
     if len(set(found)) < len(found):
         raise UserError(f"{PARITY_DEVICES} is {asked!r}, which names a device twice")
     return found
 
 
-def _named(token: str, devices: Sequence[Device], asked: str) -> Device:
+def _find_device(token: str, devices: Sequence[Device], asked: str) -> Device:
     if re.fullmatch(r"\d+", token):
         matches = list(devices[int(token) : int(token) + 1])
     else:
@@ -145,17 +145,17 @@ def visible(environment: Mapping[str, str]) -> list[Device]:
     if listed is None:
         return _counted_by_torch(value)
     if value is None:
-        return _usable(usable for device in listed for usable in device.slices or (device,))
+        return _filter_usable(usable for device in listed for usable in device.slices or (device,))
     found: list[Device] = []
     for token in (part.strip() for part in value.split(",")):
         device = _known_to_cuda(token, listed)
         if device is None:
             break
         found.append(device)
-    return _usable(found) if len({device.uuid for device in found}) == len(found) else []
+    return _filter_usable(found) if len({device.uuid for device in found}) == len(found) else []
 
 
-def _usable(devices: Iterable[Device]) -> list[Device]:
+def _filter_usable(devices: Iterable[Device]) -> list[Device]:
     return [device for device in devices if device.processes != 0]
 
 
@@ -192,14 +192,14 @@ def list_devices() -> list[Device] | None:
         return None
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [_described(pynvml, handle, _slices(pynvml, handle)) for handle in handles]
+        return [_make_device(pynvml, handle, _list_slices(pynvml, handle)) for handle in handles]
     except pynvml.NVMLError:  # such as a GPU that has fallen off the bus
         return None
     finally:
         pynvml.nvmlShutdown()
 
 
-def _slices(pynvml: Any, gpu: Any) -> tuple[Device, ...]:
+def _list_slices(pynvml: Any, gpu: Any) -> tuple[Device, ...]:
     """Return the slices in the order of their indices, among which removed slices leave gaps."""
     try:
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
@@ -208,17 +208,17 @@ def _slices(pynvml: Any, gpu: Any) -> tuple[Device, ...]:
     slices = []
     for i in range(count):
         with contextlib.suppress(pynvml.NVMLError):  # no slice has this index
-            slices.append(_described(pynvml, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, i)))
+            slices.append(_make_device(pynvml, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, i)))
     return tuple(slices)
 
 
-def _described(pynvml: Any, handle: Any, slices: tuple[Device, ...] = ()) -> Device:
+def _make_device(pynvml: Any, handle: Any, slices: tuple[Device, ...] = ()) -> Device:
     uuid = pynvml.nvmlDeviceGetUUID(handle)
-    processes = None if slices else _processes(pynvml, handle)
-    return Device(uuid, pynvml.nvmlDeviceGetName(handle), uuid, _free(pynvml, handle), slices, processes)
+    processes = None if slices else _read_process_limit(pynvml, handle)
+    return Device(uuid, pynvml.nvmlDeviceGetName(handle), uuid, _read_free_memory(pynvml, handle), slices, processes)
 
 
-def _processes(pynvml: Any, handle: Any) -> int | None:
+def _read_process_limit(pynvml: Any, handle: Any) -> int | None:
     """Return how many processes may use a device, see ``Device``; None if the driver does not say, as for a slice."""
     try:
         mode = pynvml.nvmlDeviceGetComputeMode(handle)
@@ -237,7 +237,7 @@ def _is_in_mig_mode(pynvml: Any, handle: Any) -> bool:
     return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
 
 
-def _free(pynvml: Any, handle: Any) -> int | None:
+def _read_free_memory(pynvml: Any, handle: Any) -> int | None:
     """Return the free bytes; None for a GPU without its own memory, or one of which a container may use only slices."""
     try:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)

@@ -60,7 +60,7 @@ def _draft_of(path: Path, mode: int) -> Iterator[Path]:
     draft = target.with_name(f".{target.name[:100]}-{secrets.token_hex(4)}")
     try:
         yield draft
-        os.chmod(draft, target.stat().st_mode & 0o777 if target.exists() else mode & ~_mask())
+        os.chmod(draft, target.stat().st_mode & 0o777 if target.exists() else mode & ~_read_umask())
         os.replace(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -92,7 +92,7 @@ def ending_by_signals() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def _mask() -> int:
+def _read_umask() -> int:
     """Return the umask: the permissions that new files of this process do not get."""
     mask = os.umask(0)
     os.umask(mask)
@@ -132,7 +132,7 @@ class Claim:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._made = not path.exists()
         self._first = b""
-        self._descriptor, self._size = self._opened()
+        self._descriptor, self._size = self._open_and_lock()
         _claims.add(self)
 
     def content(self) -> bytes:
@@ -144,7 +144,7 @@ class Claim:
         self._first = content[: content.find(b"\n") + 1]
         os.ftruncate(self._descriptor, 0)
         self._size = 0
-        self._write(content)
+        self._write_bytes(content)
 
     def replace(self, content: bytes) -> None:
         """Replace the file's content in one step, so that a killed process leaves either the old or the new content.
@@ -157,8 +157,8 @@ class Claim:
 
     def append(self, data: bytes) -> None:
         """Add lines. All of them are in the file when this returns, and none if it raises an ``OSError``."""
-        self._look()
-        self._write(data)
+        self._repair_file()
+        self._write_bytes(data)
 
     @property
     def size(self) -> int:
@@ -196,10 +196,10 @@ class Claim:
 
     def _open_again(self) -> None:
         before = self._descriptor
-        self._descriptor, self._size = self._opened()
+        self._descriptor, self._size = self._open_and_lock()
         os.close(before)
 
-    def _opened(self) -> tuple[int, int]:
+    def _open_and_lock(self) -> tuple[int, int]:
         """Claim the file, and return its descriptor, which holds the lock, and its size."""
         while True:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -217,13 +217,13 @@ class Claim:
                 return descriptor, os.fstat(descriptor).st_size
             os.close(descriptor)  # somebody renamed the file in between
 
-    def _look(self) -> None:
+    def _repair_file(self) -> None:
         """Find out what others did to the file since the last line, repair it as far as possible, and report it."""
         if not _leads_to(self.path, self._descriptor):
             lost, content, deleted = self.path, self.content(), not os.path.lexists(self.path)
             self.path = self.path if deleted else free_name(self.path, "continued")
             self._open_again()
-            self._write(content)
+            self._write_bytes(content)
             what = "deleted" if deleted else "replaced by another file"
             self.told(f"{lost} was {what} during the run; {self.path} has all of its lines again")
         size = os.fstat(self._descriptor).st_size
@@ -237,14 +237,14 @@ class Claim:
             )
             self._size = len(kept)
             if not kept:
-                self._write(self._first)
+                self._write_bytes(self._first)
         elif size > self._size:
             self.told(f"another process wrote {size - self._size:,} bytes to {self.path} during the run")
             self._size = size
             if not self.content().endswith(b"\n"):
-                self._write(b"\n")
+                self._write_bytes(b"\n")
 
-    def _write(self, data: bytes) -> None:
+    def _write_bytes(self, data: bytes) -> None:
         view = memoryview(data)
         try:
             while view:
@@ -267,13 +267,13 @@ def _leads_to(path: Path, descriptor: int) -> bool:
 _claims: set[Claim] = set()
 
 
-def _forget() -> None:
+def _close_claims() -> None:
     """Close all claimed files in a forked process, which does not use them and would hold their locks."""
     for claim in list(_claims):
         claim.forget()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_claims)
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
     They are spawned, not forked, because TE's modules hold locks and caches that a fork would copy in mid-use.
     """
     before = multiprocessing.active_children()
-    pool = spawned(count, _begin)
+    pool = spawned(count, _set_up_child)
     try:
         yield pool
     except BaseException:
@@ -154,7 +154,7 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _begin() -> None:
+def _set_up_child() -> None:
     """Ignore Ctrl-C, which reaches every process of a terminal, because the parent ends these; use one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
@@ -227,7 +227,7 @@ def withheld(file: _File) -> _File:
     return file
 
 
-def _withhold() -> None:
+def _replace_withheld_files() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for file in _withheld:
         if not file.closed:
@@ -235,7 +235,7 @@ def _withhold() -> None:
     os.close(nothing)
 
 
-os.register_at_fork(after_in_child=_withhold)
+os.register_at_fork(after_in_child=_replace_withheld_files)
 
 
 # Let another process own the exit code, so that no code in this one can end it as if all were well.
@@ -291,16 +291,16 @@ class LastWord:
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = withheld(pipe)  # so that no fork of the child can say it
-        self._identity = _identity(pipe.fileno())
+        self._identity = _identify_file(pipe.fileno())
 
     def say(self, code: int) -> None:
         """Say with which exit code the work ended, unless somebody has closed the pipe in the meantime."""
         with suppress(OSError):
-            if _identity(self._pipe.fileno()) == self._identity:  # else another file has its number
+            if _identify_file(self._pipe.fileno()) == self._identity:  # else another file has its number
                 self._pipe.write(bytes([code & 0xFF]))  # the part of an exit code that the system keeps
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
+def _identify_file(descriptor: int) -> tuple[int, int]:
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
 
@@ -362,22 +362,22 @@ def _wait_for(child: int, read: int) -> NoReturn:
         if number == signal.SIGCHLD:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
-                _end_as(os.waitstatus_to_exitcode(status), lambda: _said(read))
+                _end_as(os.waitstatus_to_exitcode(status), lambda: _read_exit_code(read))
         elif number == signal.SIGTSTP:
             os.kill(child, number)
-            _stop()
+            _stop_process()
         elif number not in _FROM_KEYBOARD or heard.si_code <= 0:  # from a process; the terminal signals the child, too
             os.kill(child, number)
 
 
-def _stop() -> None:
+def _stop_process() -> None:
     """Stop as by Ctrl-Z, if there is a shell that can continue this process."""
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
 
 
-def _said(read: int) -> int | None:
+def _read_exit_code(read: int) -> int | None:
     """Return the exit code that the child said; None if it said none."""
     os.set_blocking(read, False)
     try:

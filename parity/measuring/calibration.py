@@ -110,7 +110,7 @@ def make_table(
         raise UserError(f"nothing was measured: {why}")
     precisions = sorted({sample.precision for sample in samples})
     kept = {key: law for key, law in before.laws.items() if key[0] not in precisions}
-    provenance = {**before.provenance, **dict.fromkeys(precisions, _provenance(settings))}
+    provenance = {**before.provenance, **dict.fromkeys(precisions, _describe_provenance(settings))}
     fitted = laws(samples)
     strays = limits.far_outside(fitted)
     if strays and not accept_wider:
@@ -131,7 +131,7 @@ def make_table(
         write_report(made, measured, report_file)
 
 
-def _available(settings: Settings, kernels: te.Kernels) -> list[Precision]:
+def _list_available_precisions(settings: Settings, kernels: te.Kernels) -> list[Precision]:
     precisions = map(PRECISIONS.__getitem__, settings.precisions)
     return [precision for precision in precisions if why_unavailable(precision, kernels) is None]
 
@@ -150,7 +150,9 @@ def _measure_case(settings: Settings, job: tuple[str, str]) -> Measured:
     file, name = job
     kernels = te.kernels(settings.backend)
     case = right_ports.case(file, name)
-    precisions = [precision for precision in _available(settings, kernels) if case.runs_at(precision.name)]
+    precisions = [
+        precision for precision in _list_available_precisions(settings, kernels) if case.runs_at(precision.name)
+    ]
     measured = Measured()
     for seed in settings.seeds:
         for precision in precisions:
@@ -164,7 +166,7 @@ def _measure_case(settings: Settings, job: tuple[str, str]) -> Measured:
     return measured
 
 
-def _provenance(settings: Settings) -> dict[str, Any]:
+def _describe_provenance(settings: Settings) -> dict[str, Any]:
     here = environment.measure(te.kernels(settings.backend).backend, settings.seeds, 0)
     return {
         "kernels": here.kernels,
@@ -189,19 +191,19 @@ def _check_enough(settings: Settings) -> None:
     """
     kernels = te.kernels(settings.backend)
     cases = [case for file in settings.files for case in right_ports.fitted(file)]
-    for precision in _available(settings, kernels):
+    for precision in _list_available_precisions(settings, kernels):
         found: Counter[Kind] = Counter()
         for case in cases:
             if found and min(found.values()) >= FEWEST_TENSORS:
                 break
             if case.runs_at(precision.name):
-                found += _gradients(case, precision, settings.seeds, kernels.te)
+                found += _count_gradients(case, precision, settings.seeds, kernels.te)
         for kind, count in found.items():
             if count < FEWEST_TENSORS:
                 raise UserError(f"{kind}s in {precision.name}: {too_few(count)}")
 
 
-def _gradients(case: Case, precision: Precision, seeds: Sequence[int], te: ModuleType) -> Counter[Kind]:
+def _count_gradients(case: Case, precision: Precision, seeds: Sequence[int], te: ModuleType) -> Counter[Kind]:
     """Count the gradients of all different sizes."""
     sized = dataclasses.replace(case, sizes=(*case.sizes, *(drawn(case, precision, seed) for seed in seeds)))
     by_label = {checked.label: checked for checked in check_case(sized, te)}.values()
@@ -324,10 +326,10 @@ def laws(samples: Iterable[Sample]) -> dict[Key, Law]:
     grouped: dict[Key, list[Sample]] = defaultdict(list)
     for sample in samples:
         grouped[sample.key].append(sample)
-    return {key: _law(key, group) for key, group in grouped.items()}
+    return {key: _fit_law(key, group) for key, group in grouped.items()}
 
 
-def _law(key: Key, group: Sequence[Sample]) -> Law:
+def _fit_law(key: Key, group: Sequence[Sample]) -> Law:
     tensors = [f"{sample.case} {sample.tensor}" for sample in group]
     return fit([sample.value for sample in group], tensors, key[2])
 
@@ -348,17 +350,18 @@ def refusal(strays: Mapping[Key, Difference], samples: Sequence[Sample], laws: M
         laws: the laws that were fitted to the samples.
         output: where the table would have been written.
     """
-    limits = [f"{_key(key)} {short(each.limit)} instead of {short(each.packaged)}" for key, each in strays.items()]
+    limits = [f"{_name_law(key)} {short(each.limit)} instead of {short(each.packaged)}" for key, each in strays.items()]
     pairs = [
-        f"{pair} ({_key(key, tensor=tensor)} is {short(abs(value))}, where {short(packaged().limit(*key))} passes)"
-        for pair, (key, tensor, value) in _farthest(strays, samples).items()
+        f"{pair} ({_name_law(key, tensor=tensor)} is {short(abs(value))}, where {short(packaged().limit(*key))} passes)"
+        for pair, (key, tensor, value) in _find_farthest_values(strays, samples).items()
     ]
     kept = "it stays as it is" if output.exists() else "it is not written"
     return (
-        f"{len(strays)} of {plural(len(laws), 'limit')} would lie far outside of the packaged ones: {_few(limits)}; "
-        f"farthest off {'is' if len(pairs) == 1 else 'are'} {_few(pairs)}; a wrong port would look the same, and would "
-        "pass with these limits, so compare each pair with the packaged limits (parity run), and remove those that "
-        f"fail; if all are right, and these kernels really round this way, pass --accept-wider; {output}: {kept}"
+        f"{len(strays)} of {plural(len(laws), 'limit')} would lie far outside of the packaged ones: {_join_few(limits)}"
+        f"; farthest off {'is' if len(pairs) == 1 else 'are'} {_join_few(pairs)}; a wrong port would look the same, "
+        "and would pass with these limits, so compare each pair with the packaged limits (parity run), and remove "
+        "those that fail; if all are right, and these kernels really round this way, pass --accept-wider; "
+        f"{output}: {kept}"
     )
 
 
@@ -367,7 +370,7 @@ def told(strays: Sequence[Difference]) -> str:
     worst = strays[0]
     return (
         f"{plural(len(strays), 'limit')} far outside of the packaged ones, up to {short(worst.ratio)} times "
-        f"({worst.statistic} of {_plural(worst.kind)}: {short(worst.limit)} instead of {short(worst.packaged)})"
+        f"({worst.statistic} of {_pluralize_kind(worst.kind)}: {short(worst.limit)} instead of {short(worst.packaged)})"
     )
 
 
@@ -375,10 +378,10 @@ def summary(table: Table, precisions: Sequence[str]) -> Iterator[str]:
     """Yield, for each of these precisions, a line on how the table's limits compare with the packaged ones."""
     for found in limits.compared(table):
         if found.precision in precisions:
-            yield f"{found.precision}: {'; '.join(_facts(found))}"
+            yield f"{found.precision}: {'; '.join(_describe_differences(found))}"
 
 
-def _facts(found: OfPrecision) -> Iterator[str]:
+def _describe_differences(found: OfPrecision) -> Iterator[str]:
     if found.widest is not None and found.tightest is not None:
         low, high = short(found.tightest.ratio), short(found.widest.ratio)
         yield f"{plural(found.shared, 'limit')}, {low} to {high} times the packaged ones"
@@ -392,7 +395,9 @@ def _facts(found: OfPrecision) -> Iterator[str]:
         yield f"accepted: {found.accepted}"
 
 
-def _farthest(strays: Mapping[Key, Difference], samples: Sequence[Sample]) -> dict[str, tuple[Key, str, float]]:
+def _find_farthest_values(
+    strays: Mapping[Key, Difference], samples: Sequence[Sample]
+) -> dict[str, tuple[Key, str, float]]:
     """Return for each pair the value farthest beyond its packaged limit at any size, the farthest pair first."""
     beyond: dict[str, list[tuple[float, Key, str, float]]] = defaultdict(list)
     for sample in samples:
@@ -405,16 +410,16 @@ def _farthest(strays: Mapping[Key, Difference], samples: Sequence[Sample]) -> di
     return {pair: found[1:] for pair, found in ordered if found[0] > 1.0}
 
 
-def _key(key: Key, tensor: str = "") -> str:
+def _name_law(key: Key, tensor: str = "") -> str:
     """Return ``norm of outputs in bf16``, or with a tensor's name instead of the kind if there is one."""
-    return f"{key[2]} of {tensor or _plural(key[1])} in {key[0]}"
+    return f"{key[2]} of {tensor or _pluralize_kind(key[1])} in {key[0]}"
 
 
-def _plural(kind: str) -> str:
+def _pluralize_kind(kind: str) -> str:
     return f"{kind}s"
 
 
-def _few(entries: Sequence[str]) -> str:
+def _join_few(entries: Sequence[str]) -> str:
     others = len(entries) - _MOST
     return ", ".join([*entries[:_MOST], *([f"and {others} more"] if others > 0 else [])])
 
@@ -447,11 +452,11 @@ def write_report(table: Table, measured: Measured, path: Path) -> None:
         path: the markdown file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _plot(table, measured.samples).savefig(path.with_suffix(".png"), dpi=110)
-    write_sections(path, _sections(table, measured, path), "parity calibrate")
+    _draw_plot(table, measured.samples).savefig(path.with_suffix(".png"), dpi=110)
+    write_sections(path, _compose_sections(table, measured, path), "parity calibrate")
 
 
-def _sections(table: Table, measured: Measured, path: Path) -> Iterator[str]:
+def _compose_sections(table: Table, measured: Measured, path: Path) -> Iterator[str]:
     samples = measured.samples
     yield "# Calibration of the tolerances"
     yield _INTRODUCTION
@@ -465,13 +470,14 @@ def _sections(table: Table, measured: Measured, path: Path) -> Iterator[str]:
     beyond = sum(abs(sample.value) > table.limit(*sample.key) for sample in samples)
     yield f"Of {len(samples):,} values, {beyond} lie beyond their limit."
     yield "## Laws"
-    yield _laws(table)
+    yield _tabulate_laws(table)
 
 
 def _provenance_table(provenance: Mapping[str, Mapping[str, object]]) -> str:
     columns = list(dict.fromkeys(column for entry in provenance.values() for column in entry))
     rows = [
-        [precision, *(_text(entry.get(column, "")) for column in columns)] for precision, entry in provenance.items()
+        [precision, *(_format_value(entry.get(column, "")) for column in columns)]
+        for precision, entry in provenance.items()
     ]
     return markdown_table(rows, ["precision", *columns])
 
@@ -484,11 +490,11 @@ def _left_out(ports: Sequence[LeftOut]) -> str:
     return "Left out because they raised an error:\n\n" + markdown_table(rows, ["case", "precision", "ports", "what"])
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _laws(table: Table) -> str:
+def _tabulate_laws(table: Table) -> str:
     rows = [
         [*key, f"{law.center:.3f}", f"{law.spread:.3f}", law.tensors, law.samples, short(law.largest), short(limit)]
         for key, law in sorted(table.laws.items())
@@ -498,7 +504,7 @@ def _laws(table: Table) -> str:
     return markdown_table(rows, headers, left=3)
 
 
-def _plot(table: Table, samples: Sequence[Sample]) -> Figure:
+def _draw_plot(table: Table, samples: Sequence[Sample]) -> Figure:
     from matplotlib.figure import Figure
 
     precisions = list(dict.fromkeys(sample.precision for sample in samples))
@@ -507,7 +513,7 @@ def _plot(table: Table, samples: Sequence[Sample]) -> Figure:
     axes = figure.subplots(math.ceil(len(precisions) / columns), columns, squeeze=False, sharex=True, sharey=True)
     required = stats.norm.isf(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN)
     for axis, precision in zip(axes.flat, precisions, strict=False):
-        for statistic, values in _standardized(table, samples, precision).items():
+        for statistic, values in _standardize_samples(table, samples, precision).items():
             ranks = (np.arange(len(values)) + 0.5) / len(values)
             axis.plot(stats.norm.ppf(ranks), np.sort(values), ".", markersize=2, label=statistic)
         axis.axline((0, 0), slope=1, color="black", linewidth=0.8)
@@ -517,7 +523,7 @@ def _plot(table: Table, samples: Sequence[Sample]) -> Figure:
     return figure
 
 
-def _standardized(table: Table, samples: Sequence[Sample], precision: str) -> dict[str, list[float]]:
+def _standardize_samples(table: Table, samples: Sequence[Sample], precision: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.precision == precision:
@@ -549,22 +555,22 @@ def measure_noise(others: Sequence[Path], alike: Sequence[Path], output: Path) -
         for kernels, runs in groups.items()
         for number, (before, after) in enumerate(itertools.combinations(runs, 2))
         for change in between(before.results, after.results)
-        for growth in _growths(kernels, f"{number}", change)
+        for growth in _extract_growths(kernels, f"{number}", change)
     ]
     missing = set(groups) - {each.kernels for each in found}
     if missing:
         raise UserError(f"no two runs of kernels {' and '.join(missing)} share an item computed from the same numbers")
-    told = {kernels: [_named(run) for run in runs] for kernels, runs in groups.items()}
+    told = {kernels: [_describe_run(run) for run in runs] for kernels, runs in groups.items()}
     noise.save(found, {"runs": told}, output)
     return len(found)
 
 
-def _growths(kernels: noise.Kernels, runs: str, change: Change) -> Iterator[noise.Growth]:
+def _extract_growths(kernels: noise.Kernels, runs: str, change: Change) -> Iterator[noise.Growth]:
     for each in change.statistics:
         name = f"{change.item.name} {each.tensor}"
         yield noise.Growth(kernels, runs, each.precision, each.after.statistic, name, each.growth)
 
 
-def _named(run: Record) -> str:
+def _describe_run(run: Record) -> str:
     here = run.environment
     return f"{here.device}, TransformerEngine {here.transformer_engine}, PyTorch {here.torch}, seeds {here.seeds}"

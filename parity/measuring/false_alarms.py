@@ -104,18 +104,18 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
         workers: how many processes to use, each with one thread.
     """
     campaign: Campaign[Port, Outcome] = Campaign(path, Outcome)
-    groups = _groups(plan)
+    groups = _group_ports(plan)
     ports = [port for group in groups for port in group]
     with files.claimed(path):
         done = campaign.finished(ports)
         missing = [tuple(group) for group in groups if any(port not in done for port in group)]
-        for group, outcomes in made(missing, functools.partial(_compare, plan), "comparing", workers):
+        for group, outcomes in made(missing, functools.partial(_compare_ports, plan), "comparing", workers):
             for port, outcome in zip(group, outcomes, strict=True):
                 campaign.keep(port, outcome)
         return campaign.finished(ports)
 
 
-def _groups(plan: Plan) -> list[list[Port]]:
+def _group_ports(plan: Plan) -> list[list[Port]]:
     """Return the ports in groups of one case, seed and size, whose precisions share golden."""
     kernels = te.kernels(plan.backend)
     precisions = [name for name in plan.precisions if why_unavailable(PRECISIONS[name], kernels) is None]
@@ -129,26 +129,26 @@ def _groups(plan: Plan) -> list[list[Port]]:
     return groups
 
 
-def _compare(plan: Plan, ports: Sequence[Port]) -> list[Outcome]:
+def _compare_ports(plan: Plan, ports: Sequence[Port]) -> list[Outcome]:
     """Compare ports of one case. Runs in a worker process."""
     case = right_ports.case(ports[0].file, ports[0].case)
-    return [_outcome(plan, case, port) for port in ports]
+    return [_judge_port(plan, case, port) for port in ports]
 
 
-def _outcome(plan: Plan, case: Case, port: Port) -> Outcome:
+def _judge_port(plan: Plan, case: Case, port: Port) -> Outcome:
     kernels = te.kernels(plan.backend)
-    sized = dataclasses.replace(case, sizes=(_size(case, port),))
+    sized = dataclasses.replace(case, sizes=(_resolve_size(case, port),))
     (checked,) = check_case(sized, kernels.te)
-    return _judged(compare_at(sized, checked, PRECISIONS[port.precision], port.seed, kernels, packaged()))
+    return _summarize_result(compare_at(sized, checked, PRECISIONS[port.precision], port.seed, kernels, packaged()))
 
 
-def _size(case: Case, port: Port) -> Size:
+def _resolve_size(case: Case, port: Port) -> Size:
     if isinstance(port.size, int):
         return case.sizes[port.size]
     return drawn(case, PRECISIONS[port.precision], port.seed)
 
 
-def _judged(result: Result) -> Outcome:
+def _summarize_result(result: Result) -> Outcome:
     margins: dict[str, float] = {}
     for tensor in result.tensors:
         for check in tensor.checks:
@@ -195,8 +195,8 @@ Outcomes = Mapping[Port, Outcome]
 def write_report(outcomes: Outcomes, backend: str, path: Path) -> None:
     """Write the report, and its plot beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _plot(outcomes).savefig(path.with_suffix(".png"), dpi=110)
-    write_sections(path, _sections(outcomes, backend, path), "parity false-alarms")
+    _draw_plot(outcomes).savefig(path.with_suffix(".png"), dpi=110)
+    write_sections(path, _compose_sections(outcomes, backend, path), "parity false-alarms")
 
 
 def upper_bound(alarms: int, checks: int) -> float:
@@ -204,29 +204,29 @@ def upper_bound(alarms: int, checks: int) -> float:
     return float(stats.beta.ppf(CONFIDENCE, alarms + 1, checks - alarms)) if checks > alarms else 1.0
 
 
-def _sections(outcomes: Outcomes, backend: str, path: Path) -> Iterator[str]:
+def _compose_sections(outcomes: Outcomes, backend: str, path: Path) -> Iterator[str]:
     here = environment.measure(backend, (), 0)
     seeds = sorted({port.seed for port in outcomes})
     yield "# False alarms on right ports"
     yield _INTRODUCTION
     yield (
         f"Kernels: {here.kernels}; {here.device}, {here.cpu}; TransformerEngine {te.version()}, torch {here.torch}. "
-        f"Seeds {seeds[0]} to {seeds[-1]}; the limits are of seeds {_fitted()}."
+        f"Seeds {seeds[0]} to {seeds[-1]}; the limits are of seeds {_format_fitted_seeds()}."
     )
-    yield _table(outcomes)
+    yield _tabulate_counts(outcomes)
     yield "## Every false alarm"
-    yield _alarms(outcomes)
+    yield _list_alarms(outcomes)
     yield "## How near the limits right ports come"
     yield _PLOT
     yield f"![Share of ports above a margin, by statistic]({path.with_suffix('.png').name})"
-    yield _largest(outcomes)
-    unjudged = _unjudged(outcomes)
+    yield _tabulate_largest_margins(outcomes)
+    unjudged = _list_unjudged(outcomes)
     if unjudged:
         yield "## Ports without a verdict"
         yield unjudged
 
 
-def _fitted() -> str:
+def _format_fitted_seeds() -> str:
     seeds = sorted({seed for entry in packaged().provenance.values() for seed in entry["seeds"]})
     return ", ".join(map(str, seeds))
 
@@ -239,7 +239,7 @@ def _by_precision(outcomes: Outcomes) -> dict[str, list[tuple[Port, Outcome]]]:
     return found
 
 
-def _table(outcomes: Outcomes) -> str:
+def _tabulate_counts(outcomes: Outcomes) -> str:
     rows = []
     for precision, judged in _by_precision(outcomes).items():
         checks = sum(outcome.tensors for _, outcome in judged)
@@ -274,7 +274,7 @@ def _table(outcomes: Outcomes) -> str:
     return markdown_table(rows, headers, left=1)
 
 
-def _alarms(outcomes: Outcomes) -> str:
+def _list_alarms(outcomes: Outcomes) -> str:
     lines = [
         f"- `{port.case}[{port.precision}-{outcome.label}]`, seed {port.seed}: {alarm}"
         for port, outcome in outcomes.items()
@@ -283,21 +283,21 @@ def _alarms(outcomes: Outcomes) -> str:
     return "\n".join(lines) or "None."
 
 
-def _largest(outcomes: Outcomes) -> str:
-    statistics = _statistics(outcomes)
+def _tabulate_largest_margins(outcomes: Outcomes) -> str:
+    statistics = _list_statistics(outcomes)
     rows = [
-        [f"`{precision}`", *(_text(max(_margins(judged, name), default=math.nan)) for name in statistics)]
+        [f"`{precision}`", *(_format_margin(max(_list_margins(judged, name), default=math.nan)) for name in statistics)]
         for precision, judged in _by_precision(outcomes).items()
     ]
     headers = ["largest margin", *statistics]
     return markdown_table(rows, headers)
 
 
-def _text(margin: float) -> str:
+def _format_margin(margin: float) -> str:
     return "–" if math.isnan(margin) else f"{margin:.2f}"
 
 
-def _unjudged(outcomes: Outcomes) -> str:
+def _list_unjudged(outcomes: Outcomes) -> str:
     reasons: dict[str, int] = {}
     for port, outcome in outcomes.items():
         if outcome.status not in ("passed", "failed"):
@@ -306,23 +306,23 @@ def _unjudged(outcomes: Outcomes) -> str:
     return "\n".join(f"- {text} ({count} times)" for text, count in reasons.items())
 
 
-def _statistics(outcomes: Outcomes) -> list[str]:
+def _list_statistics(outcomes: Outcomes) -> list[str]:
     return list(dict.fromkeys(name for outcome in outcomes.values() for name in outcome.margins))
 
 
-def _margins(judged: Sequence[tuple[Port, Outcome]], statistic: str) -> list[float]:
+def _list_margins(judged: Sequence[tuple[Port, Outcome]], statistic: str) -> list[float]:
     return [outcome.margins[statistic] for _, outcome in judged if statistic in outcome.margins]
 
 
-def _plot(outcomes: Outcomes) -> Figure:
+def _draw_plot(outcomes: Outcomes) -> Figure:
     precisions = _by_precision(outcomes)
     columns = min(4, max(1, len(precisions)))
     rows = max(1, math.ceil(len(precisions) / columns))
     figure = Figure(figsize=(3.6 * columns, 3.2 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for axis, (precision, judged) in zip(axes.flat, precisions.items(), strict=False):
-        for statistic in _statistics(outcomes):
-            margins = np.sort(_margins(judged, statistic))
+        for statistic in _list_statistics(outcomes):
+            margins = np.sort(_list_margins(judged, statistic))
             axis.step(margins, 1 - np.arange(len(margins)) / max(1, len(margins)), where="pre", label=statistic)
         axis.axvline(1.0, color="black", linestyle=":")
         axis.set(title=precision, xlabel="margin", ylabel="share of ports above", yscale="log", xlim=(0, 1.3))

@@ -224,18 +224,18 @@ def components(module: nn.Module, *inputs: Tensor, skips_hidden: bool = False) -
 
 
 @components.register(nn.Linear)
-def _linear(module: nn.Linear, x: Tensor, skips_hidden: bool = False) -> Components:
-    return {"linear": linear(_tokens(x), module.in_features, module.out_features)}
+def _count_linear(module: nn.Linear, x: Tensor, skips_hidden: bool = False) -> Components:
+    return {"linear": linear(_count_tokens(x), module.in_features, module.out_features)}
 
 
 @components.register(nn.LayerNorm)
 def _layer_norm(module: nn.LayerNorm, x: Tensor, skips_hidden: bool = False) -> Components:
-    return {"norm": layer_norm(_tokens(x), x.shape[-1])}
+    return {"norm": layer_norm(_count_tokens(x), x.shape[-1])}
 
 
 @components.register(nn.RMSNorm)
 def _rms_norm(module: nn.RMSNorm, x: Tensor, skips_hidden: bool = False) -> Components:
-    return {"norm": rms_norm(_tokens(x), x.shape[-1])}
+    return {"norm": rms_norm(_count_tokens(x), x.shape[-1])}
 
 
 @components.register(reference.NormLinear)
@@ -245,10 +245,10 @@ def _norm_linear(module: reference.NormLinear, x: Tensor, skips_hidden: bool = F
 
 @components.register(reference.MLP)
 @components.register(reference.GatedMLP)
-def _mlp(module: reference.MLP | reference.GatedMLP, x: Tensor, skips_hidden: bool = False) -> Components:
+def _count_mlp(module: reference.MLP | reference.GatedMLP, x: Tensor, skips_hidden: bool = False) -> Components:
     gated = isinstance(module, reference.GatedMLP)
     hidden, ffn = module.up_proj.in_features, module.up_proj.out_features
-    return components(module.norm, x) | mlp(_tokens(x), hidden, ffn, gated)
+    return components(module.norm, x) | mlp(_count_tokens(x), hidden, ffn, gated)
 
 
 @components.register(reference.CoreAttention)
@@ -267,7 +267,7 @@ def _core_attention(
 
 
 @components.register(reference.Attention)
-def _attention(module: reference.Attention, x: Tensor, skips_hidden: bool = False) -> Components:
+def _count_attention(module: reference.Attention, x: Tensor, skips_hidden: bool = False) -> Components:
     heads, groups = (proj.out_features // module.head_dim for proj in (module.q_proj, module.k_proj))
     batch, seq, hidden = x.shape
     sizes = LayerSizes(batch, seq, hidden, heads, groups, module.head_dim, ffn=0)
@@ -281,7 +281,9 @@ def _attention(module: reference.Attention, x: Tensor, skips_hidden: bool = Fals
 
 @components.register(reference.GPTLayer)
 @components.register(reference.LlamaLayer)
-def _layer(module: reference.GPTLayer | reference.LlamaLayer, x: Tensor, skips_hidden: bool = False) -> Components:
+def _count_layer(
+    module: reference.GPTLayer | reference.LlamaLayer, x: Tensor, skips_hidden: bool = False
+) -> Components:
     parts = {
         "attention_norm": components(module.attention_norm, x),
         "attention": components(module.attention, x, skips_hidden=skips_hidden),
@@ -290,5 +292,5 @@ def _layer(module: reference.GPTLayer | reference.LlamaLayer, x: Tensor, skips_h
     return {f"{part}.{name}": each for part, found in parts.items() for name, each in found.items()}
 
 
-def _tokens(x: Tensor) -> int:
+def _count_tokens(x: Tensor) -> int:
     return x.numel() // x.shape[-1]

@@ -148,7 +148,7 @@ def code_of(module: str) -> Mapping[str, str]:
     pending = [module]
     while pending:
         name = pending.pop()
-        path = None if name in found or name in _NO_PART else _path(name)
+        path = None if name in found or name in _NO_PART else _find_source(name)
         if path is not None:
             found[name], imported = _of_source(path.read_text(encoding="utf-8"))
             pending += imported
@@ -160,7 +160,7 @@ def code_of(module: str) -> Mapping[str, str]:
 def _of_source(text: str) -> tuple[str, list[str]]:
     """Return the checksum of a module, and the names that it imports."""
     tree = without_report(ast.parse(text))
-    imported = list(_imported(tree))
+    imported = list(_find_imported_names(tree))
     return checksum(tree), imported
 
 
@@ -176,10 +176,10 @@ def without_report(tree: ast.Module) -> ast.Module:
     """Return a study's module without ``write`` and all that only ``write`` uses, and any other module as it is."""
     if not {"measured", "write"} <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
         return tree
-    statements = [each for node in tree.body for each in _apart(node)]
+    statements = [each for node in tree.body for each in _split_import(node)]
     binders: dict[str, list[int]] = {}
     for place, node in enumerate(statements):
-        for name in _bound(node):
+        for name in _find_bound_names(node):
             binders.setdefault(name, []).append(place)
 
     def reached_from(pending: list[int]) -> set[int]:
@@ -198,7 +198,7 @@ def without_report(tree: ast.Module) -> ast.Module:
     return ast.Module(kept, tree.type_ignores)
 
 
-def _apart(node: ast.stmt) -> Iterator[ast.stmt]:
+def _split_import(node: ast.stmt) -> Iterator[ast.stmt]:
     """Yield an import of several names as one import for each, and any other statement as it is."""
     if isinstance(node, ast.ImportFrom):
         yield from (ast.ImportFrom(node.module, [alias], node.level) for alias in node.names)
@@ -206,7 +206,7 @@ def _apart(node: ast.stmt) -> Iterator[ast.stmt]:
         yield node
 
 
-def _bound(node: ast.stmt) -> Iterator[str]:
+def _find_bound_names(node: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement of a module binds."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
@@ -222,7 +222,7 @@ def changes_of_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
     return [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _find_imported_names(tree: ast.Module) -> Iterator[str]:
     """Yield the names of parity that a module imports at its top level: modules, and names that may be modules."""
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -234,7 +234,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
         yield from (name for name in names if name.partition(".")[0] in PACKAGES)
 
 
-def _path(name: str) -> Path | None:
+def _find_source(name: str) -> Path | None:
     """Return the path of a module's source, or None if the name is not a module."""
     try:
         spec = importlib.util.find_spec(name)
@@ -285,12 +285,12 @@ class Outdated:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the results of finished runs by their keys, without damaged lines."""
-    return {entry.key: entry.result for entry in _entries(path)}
+    return {entry.key: entry.result for entry in _read_entries(path)}
 
 
 def damaged(path: Path) -> tuple[LeftOut, ...]:
     """Return which lines are damaged, and why. The last one may have been cut short by an interruption."""
-    return _lines(path).left_out if path.exists() else ()
+    return _read_lines(path).left_out if path.exists() else ()
 
 
 def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = None) -> None:
@@ -303,7 +303,7 @@ def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = 
         code: the code that computed it, from ``code_of``; written if the result before it was computed by other code.
     """
     lines = [json.dumps({"run": run, "result": result})]
-    if code is not None and code != _last_code(_text(path)):
+    if code is not None and code != _last_code(_read_text(path)):
         lines.insert(0, json.dumps({"code": code}))
     add_lines(path, lines)
 
@@ -322,13 +322,13 @@ def _ends_a_line(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_bytes().decode("utf-8", "replace") if path.exists() else ""  # read_text would turn \r into \n
 
 
 def outdated(path: Path, code: Code) -> Outdated | None:
     """Return how many results other code than this computed, or None if there are none or there is no record."""
-    latest = {entry.key: entry for entry in _entries(path)}
+    latest = {entry.key: entry for entry in _read_entries(path)}
     others = [entry for entry in latest.values() if entry.code != code]
     if not others:
         return None
@@ -338,16 +338,16 @@ def outdated(path: Path, code: Code) -> Outdated | None:
 
 def forget_outdated(path: Path, code: Code) -> None:
     """Keep only the results that this code computed, so that a study computes the others again."""
-    kept = [entry.line for entry in _entries(path) if entry.code == code]
+    kept = [entry.line for entry in _read_entries(path) if entry.code == code]
     text = "".join(line + "\n" for line in [json.dumps({"code": code}), *kept])
     files.replace(path, text if kept else "")
 
 
-def _entries(path: Path) -> Iterator[_Entry]:
+def _read_entries(path: Path) -> Iterator[_Entry]:
     if not path.exists():
         return
     code = None
-    found = _lines(path)
+    found = _read_lines(path)
     for number, content in found.good:
         if "code" in content:
             code = content["code"]
@@ -355,7 +355,7 @@ def _entries(path: Path) -> Iterator[_Entry]:
             yield _Entry(key_of(content["run"]), content["result"], code, found.raw[number - 1].decode())
 
 
-def _lines(path: Path) -> reading.Lines[dict[str, Any]]:
+def _read_lines(path: Path) -> reading.Lines[dict[str, Any]]:
     return reading.lines(path, _line_of)
 
 

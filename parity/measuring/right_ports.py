@@ -122,7 +122,7 @@ class Chain(nn.Module):
         return _ENDS[self.end](x) if target is None else _LOSSES[self.end](x, target)
 
 
-def _model(number: int) -> Case:
+def _draw_model(number: int) -> Case:
     rng = random.Random(f"model {number}")
     hosts = [rng.choice(_QUANTIZED)]
     hosts += rng.choices((*_QUANTIZED, *_NORMS), k=rng.randrange(_MOST_BLOCKS))
@@ -131,13 +131,13 @@ def _model(number: int) -> Case:
     end = rng.choice([*_ENDS, *_LOSSES])
     return Case(
         f"model_{number:03}",
-        partial(_pair, hosts, lines, end),
+        partial(_build_pair, hosts, lines, end),
         sizes=(SIZE,),
-        path=Path(inspect.getfile(_pair)),
+        path=Path(inspect.getfile(_build_pair)),
     )
 
 
-def _pair(hosts: Sequence[str], lines: Sequence[str], end: str, te: ModuleType, hidden: int, **size: int) -> Pair:
+def _build_pair(hosts: Sequence[str], lines: Sequence[str], end: str, te: ModuleType, hidden: int, **size: int) -> Pair:
     pairs = [HOSTS[host].build(te, {**size, "hidden": hidden, "width": hidden}) for host in hosts]
     weights: dict[Side, Side] = {}
     for index, pair in enumerate(pairs):
@@ -148,18 +148,22 @@ def _pair(hosts: Sequence[str], lines: Sequence[str], end: str, te: ModuleType, 
         return (x, rng.normal(batch, seq, hidden)) if end in _LOSSES else x
 
     return Pair(
-        reference=Chain([pair.reference for pair in pairs], [_call(pair.call_reference) for pair in pairs], lines, end),
-        candidate=Chain([pair.candidate for pair in pairs], [_call(pair.call_candidate) for pair in pairs], lines, end),
+        reference=Chain(
+            [pair.reference for pair in pairs], [_choose_call(pair.call_reference) for pair in pairs], lines, end
+        ),
+        candidate=Chain(
+            [pair.candidate for pair in pairs], [_choose_call(pair.call_candidate) for pair in pairs], lines, end
+        ),
         weights=weights,
         inputs=inputs,
     )
 
 
-def _call(call: Callable[..., Any] | None) -> Callable[[nn.Module, Tensor], Tensor]:
+def _choose_call(call: Callable[..., Any] | None) -> Callable[[nn.Module, Tensor], Tensor]:
     return call or (lambda module, x: module(x))
 
 
-MODELS = {case.name: case for case in map(_model, range(COUNT))}
+MODELS = {case.name: case for case in map(_draw_model, range(COUNT))}
 
 
 # Sizes drawn at random: a right port must pass at any size.

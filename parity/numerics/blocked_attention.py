@@ -99,13 +99,13 @@ class Arithmetic:
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left @ right``, with the operands as a GEMM reads them."""
-        return self._summed(self.operand(left), self.operand(right))
+        return self._multiply_in_parts(self.operand(left), self.operand(right))
 
     def context(self, probabilities: Tensor, value: Tensor) -> Tensor:
         """Return ``probabilities @ value``, with the operands as the forward pass's GEMM reads them."""
-        return self._summed(self.probabilities(probabilities), self.operand(value))
+        return self._multiply_in_parts(self.probabilities(probabilities), self.operand(value))
 
-    def _summed(self, left: Tensor, right: Tensor) -> Tensor:
+    def _multiply_in_parts(self, left: Tensor, right: Tensor) -> Tensor:
         parts = zip(left.tensor_split(self.splits, -1), right.tensor_split(self.splits, -2), strict=True)
         first, *others = (a @ b for a, b in parts if a.shape[-1])
         for other in others:
@@ -284,7 +284,7 @@ def _of_head(x: Tensor, sample: int, head: int, heads: int) -> Tensor:
     return x[sample % x.shape[0], head // (heads // x.shape[1])]
 
 
-def _heads(
+def _iterate_heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
 ) -> Iterator[tuple[tuple[int, int, int], _Head]]:
     """Yield every head of every sample, with the indices by which ``_of_head`` finds its part of a tensor."""
@@ -305,7 +305,7 @@ class _Attention(torch.autograd.Function):
         # In this layout, the heads can be joined after attention without a copy.
         context = value.new_empty(samples, queries, heads, value.shape[-1]).transpose(1, 2)
         with settings.arithmetic.alone():
-            for at, head in _heads(query, key, value, mask, settings):
+            for at, head in _iterate_heads(query, key, value, mask, settings):
                 head.attend(_of_head(context, *at))
         ctx.save_for_backward(query, key, value, mask, context if settings.arithmetic.mean_from_context else None)
         ctx.settings = settings
@@ -319,7 +319,7 @@ class _Attention(torch.autograd.Function):
         gradients = [torch.zeros_like(x) for x in (query, key, value)]
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         with settings.arithmetic.alone():
-            for at, head in _heads(query, key, value, mask, settings):
+            for at, head in _iterate_heads(query, key, value, mask, settings):
                 stored, below = (None if x is None else _of_head(x, *at) for x in (context, of_mask))
                 parts = head.differentiate(_of_head(gradient, *at), stored, below)
                 for whole, part in zip(gradients, parts, strict=True):

@@ -311,7 +311,7 @@ class Truth:
         """
         golden, rest = self._in_fp32()
         if _is_held(golden):
-            errors = [Summed(self._difference(x, golden.values, rest)) for x in computed]
+            errors = [Summed(self._subtract_golden(x, golden.values, rest)) for x in computed]
             if all(map(_is_held, errors)):
                 return Deviations(golden, errors)
         return Deviations(self._in_fp64, [Summed(difference(x, self.exact)) for x in computed])
@@ -350,7 +350,7 @@ class Truth:
     def _in_fp64(self) -> Summed:
         return Summed(self.exact)  # shares golden's memory, and does not keep squares of a large tensor
 
-    def _difference(self, x: Tensor, golden: Tensor, rest: Tensor) -> Tensor:
+    def _subtract_golden(self, x: Tensor, golden: Tensor, rest: Tensor) -> Tensor:
         """Return the error in FP32. If the tensor is in FP64, the error includes the digits beyond FP32."""
         if x.dtype is torch.float64 or x.shape != self.exact.shape:
             return difference(x, self.exact).float()
@@ -393,10 +393,10 @@ def margin(errors: Errors, bound: Tolerance) -> float:
     """
     if not errors.finite:
         return math.inf
-    return max(_ratio(errors.relative_l2, bound.relative_l2), _ratio(errors.max_abs, bound.max_abs))
+    return max(_compute_ratio(errors.relative_l2, bound.relative_l2), _compute_ratio(errors.max_abs, bound.max_abs))
 
 
-def _ratio(error: float, bound: float) -> float:
+def _compute_ratio(error: float, bound: float) -> float:
     if error == 0.0:
         return 0.0
     return error / bound if bound > 0.0 else math.inf

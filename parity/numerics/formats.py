@@ -51,12 +51,12 @@ def tf32_truncated(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tens
 
 def e4m3(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """Round to float8_e4m3fn with one scale for the tensor, which maps its largest magnitude to 448."""
-    return _cast(x, largest(x) if amax is None else amax, torch.float8_e4m3fn)
+    return _cast_to_fp8(x, largest(x) if amax is None else amax, torch.float8_e4m3fn)
 
 
 def e5m2(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """Round to float8_e5m2 with one scale for the tensor, which maps its largest magnitude to 57344."""
-    return _cast(x, largest(x) if amax is None else amax, torch.float8_e5m2)
+    return _cast_to_fp8(x, largest(x) if amax is None else amax, torch.float8_e5m2)
 
 
 def e4m3_blocks(length: int) -> Format:
@@ -164,7 +164,7 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x + last_place).sub_(last_place)
 
 
-def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_to_fp8(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
     scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
     return nearest_fp8(x * scale, dtype).div_(scale)
 

@@ -86,13 +86,13 @@ class Kinks:
             value = args[place]
             if func is RELU_BACKWARD:
                 value = self._arguments.get(address(value), value)
-            return *args[:place], self._beside(value, only_across=func is HARDSWISH_BACKWARD), *args[place + 1 :]
+            return *args[:place], self._move_by_error(value, only_across=func is HARDSWISH_BACKWARD), *args[place + 1 :]
         if _takes_largest(func, args) and not self._side:
-            self._beside(args[0])
+            self._move_by_error(args[0])
         if func in SIGN:
-            return self._beside(args[0]), *args[1:]
+            return self._move_by_error(args[0]), *args[1:]
         if func in COMPARISONS and args[0].is_floating_point():
-            difference = self._beside(args[0] - args[1], of=args[0])
+            difference = self._move_by_error(args[0] - args[1], of=args[0])
             return difference, torch.zeros_like(difference) if isinstance(args[1], Tensor) else 0.0
         return args
 
@@ -103,9 +103,9 @@ class Kinks:
         """
         if not self._side or not _takes_largest(func, args):
             return None
-        x, dim, keep = args[0], _dimensions(args)[0], len(args) > 2 and args[2]
+        x, dim, keep = args[0], _list_dimensions(args)[0], len(args) > 2 and args[2]
         winner = x.detach().argmax(dim, keepdim=True)
-        step = self._beside(x, of=x) - x.detach()
+        step = self._move_by_error(x, of=x) - x.detach()
         lowered = x.detach().scatter_add(dim, winner, -step.abs().gather(dim, winner))
         place = lowered.argmax(dim, keepdim=True)
         values = x.gather(dim, place)
@@ -113,7 +113,7 @@ class Kinks:
             values, place = values.squeeze(dim), place.squeeze(dim)
         return values if func is LARGEST else (values, place)
 
-    def _beside(self, value: Tensor, only_across: bool = False, of: Tensor | None = None) -> Tensor:
+    def _move_by_error(self, value: Tensor, only_across: bool = False, of: Tensor | None = None) -> Tensor:
         """Return the value moved by its largest likely error, which is larger if it comes from large numbers ``of``."""
         value = value.detach()
         self.values.append(value)
@@ -133,10 +133,10 @@ class Kinks:
 
 def _takes_largest(func: Any, args: Any) -> bool:
     """Return whether a call returns the largest numbers along one dimension."""
-    return func in (LARGEST, LARGEST_AND_PLACE) and args[0].is_floating_point() and len(_dimensions(args)) == 1
+    return func in (LARGEST, LARGEST_AND_PLACE) and args[0].is_floating_point() and len(_list_dimensions(args)) == 1
 
 
-def _dimensions(args: Any) -> list[int]:
+def _list_dimensions(args: Any) -> list[int]:
     dims = args[1] if len(args) > 1 else ()
     return [dims] if isinstance(dims, int) else list(dims)
 
@@ -196,17 +196,17 @@ def choice_of(func: Any, args: Any, kwargs: Any, result: Any) -> Choice | None:
     outcome = result[-1] if isinstance(result, tuple) and result else result
     if not isinstance(outcome, Tensor) or (outcome.is_floating_point() and not jumps(func)):
         return None
-    given = _given(func, args, kwargs)
+    given = _bind_arguments(func, args, kwargs)
     x, dim, other = given.get("self"), given.get("dim"), given.get("other")
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
         return None
     x, outcome = x.detach(), outcome.detach()
-    if _name(func) in INDEXED:
+    if _get_function_name(func) in INDEXED:
         if dim is None or not x.dim():
             x, outcome, dim = x.flatten(), outcome.reshape(1), 0
         outcome = outcome if outcome.dim() == x.dim() else outcome.unsqueeze(dim)
         return Choice(*(one.movedim(dim, -1).reshape(-1, one.shape[dim]).clone() for one in (outcome, x)))
-    if torch.Tag.pointwise not in func.tags and _name(func) not in OF_EACH:
+    if torch.Tag.pointwise not in func.tags and _get_function_name(func) not in OF_EACH:
         return None
     each: Any = outcome, x, other if outcome.dtype is torch.bool else None
     return Choice(*(one.expand_as(outcome).flatten().clone() if isinstance(one, Tensor) else one for one in each))
@@ -215,14 +215,14 @@ def choice_of(func: Any, args: Any, kwargs: Any, result: Any) -> Choice | None:
 @cache
 def jumps(func: Any) -> bool:
     """Return whether a function of each number jumps."""
-    return _name(func) in STEPS or func._overloadname.endswith("_mode")
+    return _get_function_name(func) in STEPS or func._overloadname.endswith("_mode")
 
 
-def _name(func: Any) -> str:
+def _get_function_name(func: Any) -> str:
     return str(func.overloadpacket.__name__).rstrip("_")
 
 
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _bind_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return all arguments of a call by name."""
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
     return given | dict(zip(given, args, strict=False)) | (kwargs or {})
@@ -255,7 +255,7 @@ class Choices:
         alike = [made.to(own.outcome) for kind, made in self._made if kind == own.kind]
         if not exact or not alike or own.numbers.shape[1:] == (1,):
             return
-        given, width = _given(func, args, kwargs), self._width(own, exact[0])
+        given, width = _bind_arguments(func, args, kwargs), self._estimate_width(own, exact[0])
         shape = (result[-1] if isinstance(result, tuple) else result).shape
 
         def moved(side: float) -> Tensor:
@@ -271,9 +271,9 @@ class Choices:
 
         tried = [(made, explained(made)) for made in (*alike[-len(exact) :][:1], *reversed(alike))]
         made, follows = max(tried, key=lambda one: int((one[1] | (one[0] == own.outcome)).sum()))
-        _write(torch.where(follows, made, own.outcome), given, result)
+        _write_outcome(torch.where(follows, made, own.outcome), given, result)
 
-    def _width(self, own: Choice, exact: Choice) -> Tensor:
+    def _estimate_width(self, own: Choice, exact: Choice) -> Tensor:
         """Return how far another run may move each number, or the chosen ones from others; 0 for what is exact."""
         x, right = own.numbers, exact.numbers
         is_open = ~is_exact(x) | (x != right)
@@ -329,7 +329,7 @@ def _is_between(own: Choice, made: Tensor, width: Tensor, *moved: Tensor) -> Ten
     return (lower - reach <= made) & (made <= upper + reach) & ((made - own.outcome).abs() > reach) & (width > 0.0)
 
 
-def _write(outcome: Tensor, given: dict[str, Any], result: Any) -> None:
+def _write_outcome(outcome: Tensor, given: dict[str, Any], result: Any) -> None:
     """Write another outcome to a call's result, with the numbers that it chooses."""
     *values, places = result if isinstance(result, tuple) else (result,)
     if outcome.dim() > 1 and given["dim"] is not None:
@@ -404,7 +404,7 @@ def steps_seen(dtype: torch.dtype) -> Iterator[list[Steps]]:
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         stepped = [p for p in stepped_by(optimizer) if p.dtype is dtype and dtype is not torch.float32]
         if stepped:
-            seen.append(_held(optimizer, stepped))
+            seen.append(_inspect_optimizer(optimizer, stepped))
 
     handle = register_optimizer_step_post_hook(after_step)
     try:
@@ -427,7 +427,7 @@ def stepped_by(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _held(optimizer: Optimizer, stepped: list[Tensor]) -> Steps:
+def _inspect_optimizer(optimizer: Optimizer, stepped: list[Tensor]) -> Steps:
     of_te = any(is_of_te(kind) for kind in type(optimizer).__mro__)
     masters: set[torch.dtype] = set()
     moments: set[tuple[str, torch.dtype]] = set()

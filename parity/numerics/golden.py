@@ -78,11 +78,11 @@ class _InBlocks(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _signature(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
+def _sdpa_signature(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
     """Provide the signature of ``F.scaled_dot_product_attention``, which as a built-in function has none."""
 
 
-SDPA = inspect.signature(_signature)
+SDPA = inspect.signature(_sdpa_signature)
 
 
 def _is_served(
@@ -144,12 +144,12 @@ def _scaled_dot_product(
     if arithmetic is not EXACT:
         # Like PyTorch, the rounding model multiplies both operands by the scale's root, and keys once per head.
         root = math.sqrt(abs(scale))
-        key = _repeated(key, query) * root
+        key = _repeat_keys(key, query) * root
         query, scale = query * math.copysign(root, scale), 1.0
     return attention(query, key, value, attn_mask, band, scale, 0.0, arithmetic)
 
 
-def _repeated(key: Tensor, query: Tensor) -> Tensor:
+def _repeat_keys(key: Tensor, query: Tensor) -> Tensor:
     """Return the keys with each group's repeated for every head of the group."""
     if query.dim() < 3 or key.shape[-3] == query.shape[-3]:
         return key
@@ -226,11 +226,11 @@ def _recomputed_alike() -> Iterator[None]:
     Autograd recomputes under the modes that were active when the forward pass called PyTorch's functions, and a mode is
     not active while it handles a call.
     """
-    with exchanged(CHECKPOINT, _checkpointed):
+    with exchanged(CHECKPOINT, _checkpoint_in_fp64):
         yield
 
 
-def _checkpointed(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_in_fp64(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Nested checkpoints may be recomputed in one of autograd's threads.
     return original(in_fp64()(function), *args, **kwargs)
 
@@ -240,12 +240,12 @@ class _InFP64(TorchFunctionMode):
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
         asks_for_fp32 = func is Tensor.float or any(x is torch.float32 for x in given)
-        if asks_for_fp32 and _has(torch.float64, given):
+        if asks_for_fp32 and _has_dtype(torch.float64, given):
             func = Tensor.double if func is Tensor.float else func
-            return func(*map(_widened, args), **{name: _widened(x) for name, x in kwargs.items()})
+            return func(*map(_widen_dtype, args), **{name: _widen_dtype(x) for name, x in kwargs.items()})
         result = func(*args, **kwargs)
         # This call creates an FP32 tensor, or reads one that is neither a parameter nor a buffer of the reference.
-        if not _has(torch.float32, (result,)) or _has(torch.float32, given):
+        if not _has_dtype(torch.float32, (result,)) or _has_dtype(torch.float32, given):
             return result
         return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.float32 else x, result)
 
@@ -282,18 +282,18 @@ def in_fp64_if_needed(function: Any, leaves: Sequence[Any], returned: Sequence[T
     return called
 
 
-def _has(dtype: torch.dtype, values: Iterable[Any]) -> bool:
+def _has_dtype(dtype: torch.dtype, values: Iterable[Any]) -> bool:
     """Return whether any tensor among the values or in lists or tuples among them has the dtype."""
     for value in values:
         if isinstance(value, Tensor):
             if value.dtype is dtype:
                 return True
-        elif isinstance(value, (list, tuple)) and _has(dtype, value):
+        elif isinstance(value, (list, tuple)) and _has_dtype(dtype, value):
             return True
     return False
 
 
-def _widened(x: Any) -> Any:
+def _widen_dtype(x: Any) -> Any:
     return torch.float64 if x is torch.float32 else x
 
 

@@ -300,22 +300,22 @@ def lost_in_sums(
     if not left.numel() or not right.numel():
         return None
     if SUMS_25_BIT in kernels:
-        return _lost(left, right, _TF32_SUMS if storage is torch.float32 else _FP16_SUMS, left.shape[-1])
+        return _compute_lost_part(left, right, _TF32_SUMS if storage is torch.float32 else _FP16_SUMS, left.shape[-1])
     has_blocks = FP8_BLOCK_14_BIT in kernels
     if not (has_blocks or FP8_14_BIT in kernels):
         return None
     interval = _PROMOTE_EVERY if has_blocks or backward else left.shape[-1]
     if has_blocks:
-        return _lost(left, right, _FP8_SUMS, interval)
+        return _compute_lost_part(left, right, _FP8_SUMS, interval)
     # The exponents are those of the FP8 codes. With blocks this makes no difference, as their scales are powers of two.
-    lost = _lost(_codes(left), _codes(right), _FP8_SUMS, interval)
-    return None if lost is None else lost.mul_((_scale(left) * _scale(right)).item())
+    lost = _compute_lost_part(_recover_codes(left), _recover_codes(right), _FP8_SUMS, interval)
+    return None if lost is None else lost.mul_((_recover_scale(left) * _recover_scale(right)).item())
 
 
-def _lost(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor | None:
+def _compute_lost_part(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor | None:
     """Return the exact product minus the one that tensor cores compute, or None if a sample shows that it is small."""
-    some, others = _sample(a), _sample(b.t()).t()
-    if torch.linalg.vector_norm(_cut_off(some, others, sums, interval)) < _NEXT_TO_NOTHING * _rounding(
+    some, others = _sample_rows(a), _sample_rows(b.t()).t()
+    if torch.linalg.vector_norm(_cut_off(some, others, sums, interval)) < _NEXT_TO_NOTHING * _estimate_rounding(
         some, others, sums
     ):
         return None
@@ -323,24 +323,24 @@ def _lost(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor | None:
     return torch.cat([_cut_off(part, b, sums, interval) for part in a.split(rows)])
 
 
-def _rounding(a: Tensor, b: Tensor, sums: _Sums) -> Tensor:
+def _estimate_rounding(a: Tensor, b: Tensor, sums: _Sums) -> Tensor:
     """Estimate the error of a product from the rounding of its operands, or in FP16 from that of its result."""
     if sums is _FP16_SUMS:
         return _FP16_ERROR * torch.linalg.vector_norm(a @ b)
     return (_E4M3_ERROR if sums is _FP8_SUMS else _TF32_ERROR) * (a.square() @ b.square()).sum().sqrt()
 
 
-def _scale(x: Tensor) -> Tensor:
+def _recover_scale(x: Tensor) -> Tensor:
     """Return the scale by which FP8 codes are multiplied, up to a power of two."""
     return (x.abs().amax() / _LARGEST_MANTISSA).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _codes(x: Tensor) -> Tensor:
+def _recover_codes(x: Tensor) -> Tensor:
     """Return the FP8 codes that the matrix holds, without their scale, up to a power of two."""
-    return tf32(x / _scale(x))
+    return tf32(x / _recover_scale(x))
 
 
-def _sample(x: Tensor) -> Tensor:
+def _sample_rows(x: Tensor) -> Tensor:
     """Return evenly spaced rows of a matrix."""
     return x[:: max(1, len(x) // _SAMPLED)][:_SAMPLED]
 
@@ -357,7 +357,7 @@ def _cut_off(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor:
         unit = torch.where(largest > 0, largest, 1.0).mul_(2.0 ** (1 - sums.term_bits))
         total = (left * right).div_(unit[:, None], rounding_mode="trunc").sum(1)
         total.add_(running.div_(unit, rounding_mode="trunc"))
-        running = _cut(total.mul_(unit), sums.sum_bits)
+        running = _truncate_significand(total.mul_(unit), sums.sum_bits)
     return (a @ b).sub_(promoted).sub_(running).float()
 
 
@@ -374,7 +374,7 @@ def _power_of_two(x: Tensor) -> Tensor:
     return (x.contiguous().view(integers) & exponent).view(x.dtype)
 
 
-def _cut(x: Tensor, bits: int) -> Tensor:
+def _truncate_significand(x: Tensor, bits: int) -> Tensor:
     """Truncate each number to a significand of so many bits."""
     integers, _, all_bits = _BITS[x.dtype]
     return (x.view(integers) & -(1 << (all_bits - bits))).view(x.dtype)

@@ -232,20 +232,20 @@ class Casts(TorchFunctionMode):
         x = args[0] if args else None
         if _is_of_activation(x):
             if func in _CASTS:
-                return self._cast(func, args, kwargs)
+                return self._round_cast(func, args, kwargs)
             if kwargs.get("dtype") is torch.float32 and not _is_wide(x):
-                args = (_marked(_Widened.apply(x, self._stored_alone)), *args[1:])
+                args = (_mark_wide(_Widened.apply(x, self._stored_alone)), *args[1:])
         result = func(*args, **kwargs)
         if any(_is_wide(given) for given in tree_leaves((args, kwargs))):
             for each in tree_leaves(result):
-                _marked(each)
+                _mark_wide(each)
         return result
 
     def _stored_alone(self, x: Tensor) -> Tensor:
         with self._alone():
             return self._store(x)
 
-    def _cast(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _round_cast(self, func: Any, args: Any, kwargs: Any) -> Any:
         x, result = args[0], func(*args, **kwargs)
         if not _is_of_activation(result):  # another dtype, or no gradient: PyTorch's own cast is right
             return result
@@ -254,7 +254,7 @@ class Casts(TorchFunctionMode):
             result = _Widened.apply(result, self._stored_alone)
         elif not becomes_wide and _is_wide(x):
             result = _Narrowed.apply(result, self._stored_alone)
-        return _marked(result) if becomes_wide else result
+        return _mark_wide(result) if becomes_wide else result
 
 
 def _becomes_wide(func: Any, x: Tensor, asked: tuple[Any, ...]) -> bool:
@@ -308,7 +308,7 @@ def _is_wide(x: Any) -> bool:
     return isinstance(x, Tensor) and getattr(x, _WIDE, False)
 
 
-def _marked(x: Any) -> Any:
+def _mark_wide(x: Any) -> Any:
     """Mark an FP32 tensor as wide, and return the value."""
     if isinstance(x, Tensor) and x.dtype is torch.float32:
         setattr(x, _WIDE, True)

@@ -320,10 +320,10 @@ class _RoundingMode(TorchDispatchMode):
         if self.phase.suspended or func.is_view:  # tensors are known by their memory, which a view shares
             return func(*args, **kwargs)
         if func is SUM and not self.phase.backward and not kwargs and _are_tensors(args):
-            result = self._attention.sum(lambda *terms: self._computed(func, terms, kwargs), *args)
+            result = self._attention.sum(lambda *terms: self._compute_call(func, terms, kwargs), *args)
         else:
             given = (args[0].clone(), *args[1:]) if jumps(func) and is_in_place(func) else args
-            result = self._computed(func, args, kwargs)
+            result = self._compute_call(func, args, kwargs)
             if self._choices is not None and (torch.is_grad_enabled() or not self.phase.backward):
                 self._choices.follow(func, given, kwargs, result)
         if self._lineage is not None and not self.phase.backward:
@@ -331,9 +331,9 @@ class _RoundingMode(TorchDispatchMode):
             self._plain_lineage.see(func, args, result)
         return result
 
-    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _compute_call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if self._kinks is None:
-            return self._rounded(func, args, kwargs)
+            return self._round_call(func, args, kwargs)
         return self._beside_kinks(self._kinks, func, args, kwargs)
 
     def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -344,16 +344,16 @@ class _RoundingMode(TorchDispatchMode):
             if chosen is not None:
                 return chosen
         argument = args[0].clone() if func is RELU_IN_PLACE else args[0] if func is RELU else None
-        result = self._rounded(func, args, kwargs)
+        result = self._round_call(func, args, kwargs)
         if argument is not None:
             kinks.see(argument, result)
         return result
 
-    def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _round_call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if self.steps.each_call or self._is_step_by_hand(func, args):
             return self._stored_in_place(func, args, kwargs)
         if func in FIRST_OPERAND:
-            return self._gemm(func, args, kwargs)
+            return self._compute_gemm(func, args, kwargs)
         if func is SOFTMAX_BACKWARD and not self._freedom.stores_scores:
             flash = self._attention.softmax_backward(*args[:2])
             if flash is not None:
@@ -379,15 +379,15 @@ class _RoundingMode(TorchDispatchMode):
             return tree_map_only(Tensor, self._storing.store, result)
         return self._in_between(func, args, kwargs)
 
-    def _gemm(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    def _compute_gemm(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         position = FIRST_OPERAND[func]
         left, right = args[position], args[position + 1]
         has_weight = is_matrix(left) and not self._are_both_activations(left, right)
         is_linear = has_weight or self._linear.are_of_experts(left, right)
         operands = (self._linear.read if is_linear else self._attention.operands)(left, right)
         if func is BIASED and is_linear and self._biases.made and not kwargs:
-            return self._biases.result(self._product(MATRICES, (), *operands, (), {}, is_linear), args[0])
-        result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs, is_linear)
+            return self._biases.result(self._multiply_in_parts(MATRICES, (), *operands, (), {}, is_linear), args[0])
+        result = self._multiply_in_parts(func, args[:position], *operands, args[position + 2 :], kwargs, is_linear)
         if is_linear or self._has_weights(left, right):
             return self._storing.store(result)
         return self._attention.result(result, left, right, operands[0])
@@ -426,10 +426,10 @@ class _RoundingMode(TorchDispatchMode):
         if func is CONVOLUTION and self._is_of_te(args[1]) and are_patches(args[1], *args[3:]):
             x, weight, bias = args[:3]
             patches = self._patches[address(x)] = rows_of(x, weight.shape[2:])
-            return patches_forward(x, weight, bias, patches, self._multiplied)
+            return patches_forward(x, weight, bias, patches, self._multiply_as_linear)
         if func is CONVOLUTION_BACKWARD and self._is_of_te(args[2]) and are_patches(args[2], *args[4:10]):
             gradient, x, weight, *_, wanted = args
-            return patches_backward(gradient, x, weight, self._patches[address(x)], wanted, self._multiplied)
+            return patches_backward(gradient, x, weight, self._patches[address(x)], wanted, self._multiply_as_linear)
         return None
 
     def _is_of_te(self, weight: Tensor) -> bool:
@@ -438,7 +438,7 @@ class _RoundingMode(TorchDispatchMode):
             return False
         return self._lineage.is_weight(weight)
 
-    def _multiplied(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply_as_linear(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         left, right = self._linear.read(left, right)
         result = left @ right if bias is None else torch.addmm(bias, left, right)
         return self._storing.store(self._as_kernels_sum(result, left, right, 1.0, is_linear=True))
@@ -468,7 +468,7 @@ class _RoundingMode(TorchDispatchMode):
             return False  # these may be the statistics of a norm, which no faithful port rounds either
         return self.phase.backward or any(_requires_grad(x) for x in args)
 
-    def _product(
+    def _multiply_in_parts(
         self,
         func: Any,
         before: tuple[Any, ...],

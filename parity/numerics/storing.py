@@ -91,7 +91,11 @@ class Storing:
         """Return ``x`` as ``Rounding.store_part`` does, with the freedom's noise except on weights."""
         if self.freedom.jitter is not None and part != "weights" and x.is_floating_point():
             is_dithered = self.freedom.dithers
-            x = self._dithered(x) if is_dithered else self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
+            x = (
+                self._apply_dither(x)
+                if is_dithered
+                else self._apply_jitter(x, max(_FP32_JITTER, JITTER * self._roundoff))
+            )
         rounded = self.rounding.store_part(x, part)
         if rounded is not x:
             self._stored.add(rounded)
@@ -112,7 +116,7 @@ class Storing:
 
     def jittered_amax(self, x: Tensor) -> Tensor:
         """Return the largest magnitude with noise, because the value that has it may change by a roundoff."""
-        return self._noisy(largest(x), self._roundoff)
+        return self._add_relative_noise(largest(x), self._roundoff)
 
     def dithered_operand(self, x: Tensor, to_format: Format, dim: int, amax: Tensor | None) -> Tensor:
         """Return an operand with a rounding error that is independent of other runs, and has twice the variance.
@@ -126,26 +130,26 @@ class Storing:
             x: FP32, a matrix.
             to_format: the operand's format, which takes ``dim`` and ``amax``.
         """
-        smaller = self._uniform(x).add_(1.0).mul_(-0.5).exp2_()
+        smaller = self._draw_uniform(x).add_(1.0).mul_(-0.5).exp2_()
         scaled = x * smaller
         error = to_format(scaled, dim, largest(x) if amax is None else amax) - scaled
         return error.mul_(math.sqrt(2.0)).div_(smaller).add_(x)
 
-    def _jittered(self, x: Tensor, step: float) -> Tensor:
+    def _apply_jitter(self, x: Tensor, step: float) -> Tensor:
         """Return numbers with noise, but those that no rounding has made as they are."""
-        return torch.where(is_exact(x), x, self._noisy(x, step))
+        return torch.where(is_exact(x), x, self._add_relative_noise(x, step))
 
-    def _noisy(self, x: Tensor, step: float) -> Tensor:
-        return x * self._uniform(x).mul_(step).add_(1.0)
+    def _add_relative_noise(self, x: Tensor, step: float) -> Tensor:
+        return x * self._draw_uniform(x).mul_(step).add_(1.0)
 
-    def _dithered(self, x: Tensor) -> Tensor:
+    def _apply_dither(self, x: Tensor) -> Tensor:
         if self.rounding.storage is torch.float32:
-            return self._jittered(x, self._roundoff)
+            return self._apply_jitter(x, self._roundoff)
         wide = x if x.dtype is torch.float64 else x.float()
         step = spacing(wide, self.rounding.storage)
-        return (wide / step).add_(0.5).add_(self._uniform(x).mul_(_HALF)).floor_().mul_(step).to(x.dtype)
+        return (wide / step).add_(0.5).add_(self._draw_uniform(x).mul_(_HALF)).floor_().mul_(step).to(x.dtype)
 
-    def _uniform(self, x: Tensor) -> Tensor:
+    def _draw_uniform(self, x: Tensor) -> Tensor:
         """Return random numbers between -1 and 1, in the shape of ``x``."""
         if self._noise is None:
             self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter or 0)
@@ -191,8 +195,10 @@ class StepsRounded:
         if steps is None or "storage" not in self._storing.rounding.parts:
             yield
             return
-        before = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._before(optimizer))
-        after = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._after(optimizer, steps))
+        before = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._round_gradients(optimizer))
+        after = register_optimizer_step_post_hook(
+            lambda optimizer, args, kwargs: self._round_weights_and_moments(optimizer, steps)
+        )
         try:
             yield
         finally:
@@ -200,7 +206,7 @@ class StepsRounded:
             after.remove()
 
     @torch.no_grad()
-    def _before(self, optimizer: Optimizer) -> None:
+    def _round_gradients(self, optimizer: Optimizer) -> None:
         """Round the gradients to the dtype of the weights."""
         with self._alone():
             for gradient in (parameter.grad for parameter in stepped_by(optimizer)):
@@ -209,7 +215,7 @@ class StepsRounded:
         self._inside = True
 
     @torch.no_grad()
-    def _after(self, optimizer: Optimizer, steps: Steps) -> None:
+    def _round_weights_and_moments(self, optimizer: Optimizer, steps: Steps) -> None:
         self._inside = False
         with self._alone():
             for parameter in stepped_by(optimizer):
@@ -416,13 +422,16 @@ class LinearOperands:
         """Return the operands as the GEMM reads them, summing over left's last dimension and right's last but one."""
         self.is_plain = bool(self._plain) and self._are_plain(left, right)
         if self.is_plain:
-            return self._storing.operand(left, self._part(left)), self._storing.operand(right, self._part(right))
+            return (
+                self._storing.operand(left, self._classify_operand(left)),
+                self._storing.operand(right, self._classify_operand(right)),
+            )
         if self._past is not None and self._past.is_followed:
             self._past.note(left, right, self._phase.backward)
             self._past.note(right, left, self._phase.backward)
         is_wgrad = self._phase.backward and not {address(left), address(right)} & self._weights
         is_rotated = is_wgrad and self._storing.rounding.rotate_wgrad
-        return self._operand(left, 1, is_rotated), self._operand(right, 0, is_rotated)
+        return self._read_operand(left, 1, is_rotated), self._read_operand(right, 0, is_rotated)
 
     def are_of_experts(self, left: Tensor, right: Tensor) -> bool:
         """Return whether a batched GEMM is a linear layer per expert, with weights in one tensor ``[experts, ...]``."""
@@ -446,14 +455,14 @@ class LinearOperands:
         # Other layers may read the same inputs. The gradient of the plain layer's result has as many channels as it.
         return is_plain or (self._phase.backward and left.shape[-2] in self._read_plainly.get(address(right), ()))
 
-    def _operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
+    def _read_operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
         if is_matrix(x):
             return self._matrix_operand(x.reshape(x.shape[-2:]), x, dim, is_rotated).reshape(x.shape)
         return torch.stack([self._matrix_operand(matrix, x, dim, is_rotated) for matrix in x])
 
     def _matrix_operand(self, matrix: Tensor, whole: Tensor, dim: int, is_rotated: bool) -> Tensor:
         """Return a matrix of the whole tensor as a GEMM reads it. Each expert's matrix counts as a separate tensor."""
-        part = self._part(whole)
+        part = self._classify_operand(whole)
         to_format = self._storing.rounding.operand_format(part)
         self._place += 1
         place = self._place
@@ -467,7 +476,7 @@ class LinearOperands:
                 stored = hadamard(stored, dim)
             if to_format is None:
                 return stored
-            amax = None if is_rotated else self._amax(matrix)
+            amax = None if is_rotated else self._find_amax(matrix)
             if self._past is not None and self._past.is_followed and not is_rotated:
                 stored, amax = self._scaled_by_past(self._past, place, stored, amax)
             if self._storing.freedom.dithers and part != "weights":
@@ -489,7 +498,7 @@ class LinearOperands:
         scaled_by = past.before.get(place, own)
         return torch.minimum(torch.maximum(stored, -scaled_by), scaled_by), scaled_by
 
-    def _amax(self, x: Tensor) -> Tensor | None:
+    def _find_amax(self, x: Tensor) -> Tensor | None:
         """Return the amax that a tensor's scale comes from, or None for that of the stored values."""
         rounding, freedom = self._storing.rounding, self._storing.freedom
         group = self._scaled_together.get(address(x))
@@ -501,7 +510,7 @@ class LinearOperands:
             return self._storing.jittered_amax(x)
         return None if freedom.stores_pointwise or self._norms.is_result(x) else largest(x)
 
-    def _part(self, x: Tensor) -> OperandPart:
+    def _classify_operand(self, x: Tensor) -> OperandPart:
         at = address(x)
         if at in self._weights:
             return "weights"
@@ -542,11 +551,11 @@ class Lineage:
         """
         if func is EMBEDDING or not self._of_weights:  # an embedding's rows depend on the inputs
             return
-        operands = list(_floating(args))
+        operands = list(_find_floating_tensors(args))
         weights = [x for x in operands if address(x) in self._of_weights]
         if not weights:
             return
-        results = list(_floating((result,)))
+        results = list(_find_floating_tensors((result,)))
         is_of_them_alone = all(not x.requires_grad or address(x) in self._of_weights for x in operands)
         is_added = func in ELEMENTWISE and any(x.dim() > 1 and x.shape == results[0].shape for x in weights)
         if is_of_them_alone or is_added:
@@ -560,7 +569,7 @@ class Lineage:
         """Return whether a forward product has no weight and is not a weight's gradient; if so, remember it."""
         for operand, other in ((left, right), (right, left)):
             if address(operand) in self._of_weights:
-                self._read.setdefault(address(other), (other, set()))[1].add(frozenset(_shape(operand)))
+                self._read.setdefault(address(other), (other, set()))[1].add(frozenset(_get_matrix_shape(operand)))
                 return False
         result = left.shape[-2], right.shape[-1]
         if any(frozenset(result) in self._read[address(x)][1] for x in (left, right) if address(x) in self._read):
@@ -575,17 +584,17 @@ class Lineage:
         The gradients of ``L @ R`` are ``g @ R.T`` and ``L.T @ g``, with g of the result's shape.
         """
         of_right, of_left = (self._products.get(address(x), ()) for x in (right, left))
-        return _shape(left) in of_right or _shape(right) in of_left
+        return _get_matrix_shape(left) in of_right or _get_matrix_shape(right) in of_left
 
 
-def _shape(x: Tensor) -> tuple[int, int]:
+def _get_matrix_shape(x: Tensor) -> tuple[int, int]:
     return x.shape[-2], x.shape[-1]
 
 
-def _floating(values: Iterable[Any]) -> Iterator[Tensor]:
+def _find_floating_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             if value.is_floating_point():
                 yield value
         elif isinstance(value, (list, tuple)):
-            yield from _floating(value)
+            yield from _find_floating_tensors(value)

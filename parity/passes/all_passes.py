@@ -101,7 +101,7 @@ def tensors_of(ran: Pass) -> Tensors:
 
 def golden_tensors(prepared: Prepared) -> Tensors:
     """Return the golden tensors on the inputs and on the probing inputs."""
-    return tensors_of(prepared.golden) | _probed(prepared.probed)
+    return tensors_of(prepared.golden) | _label_probed_outputs(prepared.probed)
 
 
 def golden_truths(prepared: Prepared) -> dict[tuple[Kind, str], Truth]:
@@ -113,7 +113,7 @@ def golden_truths(prepared: Prepared) -> dict[tuple[Kind, str], Truth]:
     )
 
 
-def _probed(outputs: dict[str, Tensor]) -> Tensors:
+def _label_probed_outputs(outputs: dict[str, Tensor]) -> Tensors:
     return {(PROBED, name): output.detach() for name, output in outputs.items()}
 
 
@@ -221,13 +221,16 @@ def run_model(
     if prepared.probed:
         with under_model(prepared, rounding, freedom, choices=choices, stored=stored):
             inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
-            tensors |= _probed(outputs_of(prepared.reference, prepared.probe_call, inputs))
+            tensors |= _label_probed_outputs(outputs_of(prepared.reference, prepared.probe_call, inputs))
     as_they_are = {key for key, tensor in tensors.items() if key in prepared.wide or tensor in stored}
     returned = {key: x if key in as_they_are else rounding.store_part(x) for key, x in tensors.items()}
-    return {key: _narrow(x, rounding.storage) if key[0] == "weight gradient" else x for key, x in returned.items()}
+    return {
+        key: _narrow_if_lossless(x, rounding.storage) if key[0] == "weight gradient" else x
+        for key, x in returned.items()
+    }
 
 
-def _narrow(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+def _narrow_if_lossless(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a gradient in the dtype that it was rounded to if that is lossless, to save memory."""
     narrow = gradient.to(dtype)
     return narrow if torch.equal(narrow.to(gradient.dtype), gradient) else gradient
@@ -310,7 +313,7 @@ def run_candidate(
             pair.call_candidate,
             prepared.inputs,
             prepared.input_names,
-            lambda outputs: _fitting(prepared.cotangents, outputs),
+            lambda outputs: _fit_cotangents(prepared.cotangents, outputs),
             forward_context=_as_called(prepared, precision, kernels),
             watch_inputs=seen is not None,
             differentiated=not prepared.evaluation,
@@ -332,7 +335,7 @@ def run_candidate(
     before = on_others() if called_before else {}
     if called_before:
         untrained()
-    ran = _settled(candidate, once, precision)
+    ran = _run_until_settled(candidate, once, precision)
     if seen is not None:
         seen(ran)
     if recalled is not None:
@@ -347,13 +350,15 @@ def run_candidate(
     frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
     shapes = transfer.parameter_shapes(prepared.reference)
     in_reference_layout = {} if pair.evaluation else transfer.gradients_to_reference(pair.weights, gradients, shapes)
-    outputs = _shaped(ran.outputs, prepared.golden.outputs)
+    outputs = _shape_like_golden(ran.outputs, prepared.golden.outputs)
     tensors = tensors_of(dataclasses.replace(ran, outputs=outputs, weight_gradients=in_reference_layout))
     if prepared.probed:
         if alone or precision.warmup_passes:  # scales that come from other inputs would not fit these
             pair = with_weights(build(case, checked, seed, kernels), prepared, precision)
             change(pair.candidate)
-        tensors |= _probed(_shaped(_probe_candidate(pair, prepared, precision, kernels), prepared.probed))
+        tensors |= _label_probed_outputs(
+            _shape_like_golden(_probe_candidate(pair, prepared, precision, kernels), prepared.probed)
+        )
     return tensors, ran.unreached + frozen
 
 
@@ -367,7 +372,7 @@ def _as_called(prepared: Prepared, precision: Precision, kernels: Kernels) -> It
 _Ran = TypeVar("_Ran")
 
 
-def _settled(candidate: nn.Module, once: Callable[[], _Ran], precision: Precision) -> _Ran:
+def _run_until_settled(candidate: nn.Module, once: Callable[[], _Ran], precision: Precision) -> _Ran:
     """Return the first pass whose scales fit its own numbers.
 
     In evaluation mode TE keeps the scales that a training left. So they settle in training mode.
@@ -384,11 +389,11 @@ def _other_inputs(pair: Pair, checked: CheckedSize, prepared: Prepared, seed: in
     """Return inputs drawn from another random stream of the seed, or the same inputs again if the shapes differ."""
     drawn = draw_inputs(pair, checked.size, Rng(seed, "inputs of another call"))
     others = cast(on_device(drawn, kernels.device), prepared.dtype)
-    alike = _shapes(others) == _shapes(prepared.inputs)
+    alike = _list_shapes(others) == _list_shapes(prepared.inputs)
     return others if alike else prepared.inputs
 
 
-def _shapes(inputs: Any) -> list[Any]:
+def _list_shapes(inputs: Any) -> list[Any]:
     return [x.shape if isinstance(x, Tensor) else x for x in tree_leaves(inputs)]
 
 
@@ -414,11 +419,11 @@ def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kerne
         with _as_called(prepared, precision, kernels):
             return outputs_of(pair.candidate, call, prepared.probe)
 
-    outputs = _settled(pair.candidate, once, precision)
+    outputs = _run_until_settled(pair.candidate, once, precision)
     return outputs if scaled.seen == prepared.lookups else {}
 
 
-def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _fit_cotangents(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the cotangents in the candidate's dtype.
 
     Raises:
@@ -440,7 +445,7 @@ def _is_as(shape: tuple[int, ...], reference: tuple[int, ...]) -> bool:
     return shape == reference or {shape, reference} == {(), (1,)}
 
 
-def _shaped(outputs: dict[str, Tensor], golden: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _shape_like_golden(outputs: dict[str, Tensor], golden: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs, with single numbers in the shape in which the reference returns them."""
     return {
         name: x.view(golden[name].shape) if name in golden and _is_as(tuple(x.shape), tuple(golden[name].shape)) else x

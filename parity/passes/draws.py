@@ -127,24 +127,24 @@ def probe(inputs: Any, rng: Rng) -> Any:
             ``parity.search.explanation``.
         rng: chooses which row is changed in which way.
     """
-    return tree_map_only(Tensor, lambda x: _uneven(x, rng) if _is_activation(x) else x, inputs)
+    return tree_map_only(Tensor, lambda x: _make_rows_uneven(x, rng) if _is_activation(x) else x, inputs)
 
 
 def _is_activation(x: Tensor) -> bool:
     is_matrix = x.is_floating_point() and x.dim() > 1 and x.numel() > 0
-    return is_matrix and all_finite(x) and bool(_varies(x).any())
+    return is_matrix and all_finite(x) and bool(_find_varying_rows(x).any())
 
 
-def _varies(rows: Tensor) -> Tensor:
+def _find_varying_rows(rows: Tensor) -> Tensor:
     """Return whether each row holds more than one number; all elements are finite."""
     return rows.amin(-1) != rows.amax(-1)
 
 
-def _uneven(x: Tensor, rng: Rng) -> Tensor:
+def _make_rows_uneven(x: Tensor, rng: Rng) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).clone()
     count, width = rows.shape
     rms = rows.square().mean().sqrt()
-    constant = ~_varies(rows)
+    constant = ~_find_varying_rows(rows)
     order = rng.permutation(count)
     shifted, single = order[1::3].to(x.device), order[2::3].to(x.device)
     constant[single] = False
@@ -208,8 +208,10 @@ class ScaledLookups(TorchFunctionMode):
         if func in _IDS:
             ids = args[_IDS[func]] if len(args) > _IDS[func] else (kwargs or {})[_NAMES[func]]
             with torch._C.DisableTorchFunction():  # keeps these calls out of a trace of the module
-                self.seen.update(((int(one),) for one in ids.flatten()) if self._in_parts else [_signature(ids)])
-                scaled = result * _factors(ids).to(result.dtype).unsqueeze(-1)
+                self.seen.update(
+                    ((int(one),) for one in ids.flatten()) if self._in_parts else [_compute_signature(ids)]
+                )
+                scaled = result * _compute_row_factors(ids).to(result.dtype).unsqueeze(-1)
                 rounding = scaled.detach().to(self._dtype).to(result.dtype) - scaled.detach()  # no gradient is rounded
                 result.copy_(scaled + rounding)  # in place, so that the trace knows which call returned it
         return result
@@ -224,15 +226,17 @@ def is_lookup(function: Any) -> bool:
     return function in _IDS
 
 
-def _factors(ids: Tensor) -> Tensor:
+def _compute_row_factors(ids: Tensor) -> Tensor:
     return torch.exp2(((ids * _STEP) % _COUNT + _SMALLEST).float())
 
 
-def _signature(ids: Tensor) -> tuple[int, ...]:
+def _compute_signature(ids: Tensor) -> tuple[int, ...]:
     """Return a signature of ids that depends on their order, but not on whether batch or sequence comes first."""
-    return tuple(sorted({_checksum(ids), _checksum(ids.mT) if ids.dim() > 1 else _checksum(ids)}))
+    return tuple(
+        sorted({_compute_checksum(ids), _compute_checksum(ids.mT) if ids.dim() > 1 else _compute_checksum(ids)})
+    )
 
 
-def _checksum(ids: Tensor) -> int:
+def _compute_checksum(ids: Tensor) -> int:
     some = ids.flatten().long() + 1
     return int((some * torch.arange(1, len(some) + 1, device=ids.device) % _PRIME).sum())

@@ -38,14 +38,14 @@ def estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int | None:
     """
     try:
         with undisturbed(), without_memory():
-            return _estimate(case, checked, te)
+            return _estimate_bytes(case, checked, te)
     except INTERRUPTS:
         raise
     except BaseException:  # code that reads values may raise anything here, and still run later
         return None
 
 
-def _estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int:
+def _estimate_bytes(case: Case, checked: CheckedSize, te: ModuleType) -> int:
     pair = case.build(te, checked.size)
     reference = pair.reference.double()
     inputs = cast(draw_inputs(pair, checked.size, Rng(0)), torch.float64)
@@ -63,13 +63,13 @@ def _estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int:
         outputs = call(reference, *args, **kwargs) if call else reference(*args, **kwargs)
     for parameter in reference.parameters():
         storages.pop(parameter.untyped_storage()._cdata, None)
-    weights = sum(_copies(parameter) * parameter.numel() for parameter in reference.parameters())
+    weights = sum(_count_copies(parameter) * parameter.numel() for parameter in reference.parameters())
     passed = sum(leaf.numel() for leaf in tree_leaves([inputs, outputs]) if isinstance(leaf, Tensor))
     saved = sum(storage.nbytes() for storage in storages.values())
     return 8 * (weights + _INPUT_COPIES * passed) + _SAVED_COPIES * saved
 
 
-def _copies(parameter: Tensor) -> int:
+def _count_copies(parameter: Tensor) -> int:
     """Return how many FP64 copies of a weight there are at the peak: fewer for large weights."""
     return _LARGE_WEIGHT_COPIES if parameter.nbytes > LARGE else _WEIGHT_COPIES
 

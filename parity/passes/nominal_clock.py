@@ -129,13 +129,13 @@ class _Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.operations += 1
-        self.flops += _flops(func.overloadpacket, args, result)
+        self.flops += _count_flops(func.overloadpacket, args, result)
         if not func.is_view:
             self.elements += sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
         return result
 
 
-def _flops(operation: Any, args: Sequence[Any], result: Any) -> int:
+def _count_flops(operation: Any, args: Sequence[Any], result: Any) -> int:
     """Return the FLOPs of a matrix product or a convolution, and 0 for anything else."""
     if operation in _PRODUCTS:
         return 2 * result.numel() * args[_PRODUCTS[operation]].shape[-1]

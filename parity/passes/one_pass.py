@@ -136,10 +136,10 @@ def run(
     module.zero_grad(set_to_none=True)
     state.clear(module)
     given = _Given({}, [])
-    args, kwargs = _differentiable(as_arguments(inputs), names, given)
+    args, kwargs = _make_differentiable_copies(as_arguments(inputs), names, given)
     with restored_buffers(module) as moved_buffers:
         with forward_context or nullcontext():
-            returned = _call(module, call, (args, kwargs))
+            returned = _call_module(module, call, (args, kwargs))
         outputs = named_outputs(returned)
         changed = given.changed() if watch_inputs else ()
         if differentiated:
@@ -162,7 +162,7 @@ def run(
         not_compared=sum(isinstance(leaf, Tensor) for leaf in leaves_of(returned)) - len(outputs),
         changed_inputs=changed,
         detached_outputs=tuple(name for name in outputs if name not in reached),
-        numbers=_numbers(returned),
+        numbers=_find_numbers(returned),
         buffers=buffers,
         instead=", ".join(sorted({type(leaf).__name__ for leaf in leaves_of(returned)} - {"Tensor"})),
     )
@@ -203,10 +203,10 @@ def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) 
     """Return the outputs of a forward pass by name. Like ``run``, this leaves the buffers and the inputs unchanged."""
     fresh = tree_map_only(Tensor, torch.clone, inputs)
     with restored_buffers(module):
-        return named_outputs(_call(module, call, as_arguments(fresh)))
+        return named_outputs(_call_module(module, call, as_arguments(fresh)))
 
 
-def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> Any:
+def _call_module(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> Any:
     args, kwargs = arguments
     with torch.set_grad_enabled(torch.is_grad_enabled()), call_of_pair():  # restored, since the module may change it
         return call(module, *args, **kwargs) if call else module(*args, **kwargs)
@@ -276,17 +276,19 @@ class _Given:
 
     def changed(self) -> tuple[str, ...]:
         """Return the names of the tensors whose copies have changed."""
-        return tuple(name for name, before, after in self.copies if not _same(before.detach(), after.detach()))
+        return tuple(
+            name for name, before, after in self.copies if not _have_same_values(before.detach(), after.detach())
+        )
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _have_same_values(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors hold the same values, where NaN equals NaN."""
     if x.shape != y.shape:  # one of them was resized in place
         return False
     return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-def _differentiable(arguments: Arguments, names: Sequence[str], given: _Given) -> Arguments:
+def _make_differentiable_copies(arguments: Arguments, names: Sequence[str], given: _Given) -> Arguments:
     """Return copies of the arguments. Floating-point copies are computed from leaves, which ``given`` keeps."""
     args, kwargs = arguments
 
@@ -305,18 +307,18 @@ def named_outputs(returned: Any) -> dict[str, Tensor]:
     if isinstance(returned, Selected):
         return returned.outputs
     if _is_record(returned):
-        returned = _fields(returned)
+        returned = _read_fields(returned)
     if isinstance(returned, Mapping):
-        keyed = [(str(key), _floating(value)) for key, value in returned.items()]
+        keyed = [(str(key), _find_floating_tensors(value)) for key, value in returned.items()]
         found = [(key if len(of) == 1 else f"{key}.{i}", x) for key, of in keyed for i, x in enumerate(of)]
     else:
-        found = [(str(i), x) for i, x in enumerate(_floating(returned))]
+        found = [(str(i), x) for i, x in enumerate(_find_floating_tensors(returned))]
     if len(found) == 1:
         return {"output": found[0][1]}
     return {f"output[{key}]": x for key, x in found}
 
 
-def _floating(returned: Any) -> list[Tensor]:
+def _find_floating_tensors(returned: Any) -> list[Tensor]:
     """Return the floating-point tensors that a module returned.
 
     Raises:
@@ -333,15 +335,15 @@ def _floating(returned: Any) -> list[Tensor]:
     return found
 
 
-def _numbers(returned: Any, place: str = "") -> dict[str, float]:
+def _find_numbers(returned: Any, place: str = "") -> dict[str, float]:
     """Return the Python numbers and booleans that a module returned, by their places."""
     if _is_record(returned):
-        fields_of = _fields(returned).items()
-        return {name: x for key, value in fields_of for name, x in _numbers(value, f"{place}.{key}").items()}
+        fields_of = _read_fields(returned).items()
+        return {name: x for key, value in fields_of for name, x in _find_numbers(value, f"{place}.{key}").items()}
     found: dict[str, float] = {}
     for path, leaf in tree_flatten_with_path(returned, is_leaf=_is_record)[0]:
         if _is_record(leaf):
-            found |= _numbers(leaf, place + keystr(path))
+            found |= _find_numbers(leaf, place + keystr(path))
         elif isinstance(leaf, (bool, int, float)):
             found[place + keystr(path)] = leaf
     return found
@@ -351,7 +353,7 @@ def leaves_of(returned: Any) -> Iterator[Any]:
     """Yield the single values that a module returned, out of any tuples, lists, dicts and dataclasses."""
     for leaf in tree_leaves(returned, is_leaf=_is_record):
         if _is_record(leaf):
-            for value in _fields(leaf).values():
+            for value in _read_fields(leaf).values():
                 yield from leaves_of(value)
         else:
             yield leaf
@@ -362,5 +364,5 @@ def _is_record(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, (type, Mapping))
 
 
-def _fields(record: Any) -> dict[str, Any]:
+def _read_fields(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}

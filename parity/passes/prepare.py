@@ -91,9 +91,9 @@ def held_weights(pair: Pair) -> Held:
     # A loader may round a gain before it subtracts 1.
     linear = {linear_part(left): right for left, right in pair.weights.items()}
     unshifted = transfer.to_candidate(linear, reference, shapes)
-    precise = _holds(reference.values())
+    precise = _find_lossless_dtype(reference.values())
     held_in = {
-        dtype: _holds(x for x in parameters.values() if x.dtype is dtype and not is_quantized(x))
+        dtype: _find_lossless_dtype(x for x in parameters.values() if x.dtype is dtype and not is_quantized(x))
         for dtype in {x.dtype for x in parameters.values()}
     }
 
@@ -115,7 +115,7 @@ def held_weights(pair: Pair) -> Held:
     return Held(alike, unlike)
 
 
-def _holds(tensors: Iterable[Tensor]) -> torch.dtype:
+def _find_lossless_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Return the 16-bit dtype that holds all of the tensors' values, or FP32 if neither does or all are constant."""
     some = [x for x in tensors if x.numel() and bool((x != x.flatten()[0]).any())]
     fitting = (dtype for dtype in _NARROW if some and all(torch.equal(x.to(dtype).to(x.dtype), x) for x in some))
@@ -253,7 +253,7 @@ def share_rounded_weights(
         entry = {left: right}
         mapped = transfer.to_candidate(entry, reference, candidate_shapes)
         check_weights_fit(mapped, dtype)
-        rounded = {name: _rounded(held.get(name, tensor), dtype) for name, tensor in mapped.items()}
+        rounded = {name: _round_weight(held.get(name, tensor), dtype) for name, tensor in mapped.items()}
         candidate |= rounded
         doubled = {name: dequantized_tensor(tensor, torch.float32).double() for name, tensor in rounded.items()}
         with torch.no_grad():
@@ -262,7 +262,7 @@ def share_rounded_weights(
     return candidate
 
 
-def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight if is_quantized(weight) else weight.to(dtype)
 
 
@@ -477,7 +477,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
     key = _Key(case, checked, dtype, seed, kernels)
     if key not in _KEPT:
         _make_room(key)
-        _KEPT[key] = _prepared(*key)
+        _KEPT[key] = _prepare_case(*key)
     _KEPT.move_to_end(key)
     return _KEPT[key]
 
@@ -510,7 +510,7 @@ def _make_room(coming: _Key) -> None:
         _KEPT.popitem(last=False)
 
 
-def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
+def _prepare_case(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
     pair = build(case, checked, seed, kernels)
     apart = untied(pair.weights, pair.reference, pair.candidate)
     pair.reference.double()
@@ -553,8 +553,10 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         _check_complete(pair.reference, versions)
         written = [name for name, one in pair.reference.named_parameters() if one._version != versions[name]]
         again = partial(outputs_of, pair.reference, pair.call_reference, exact)
-        _check(golden, again, faster if drew else None, written, changed_attributes(pair.reference, state))
-    probing, probed, lookups = _probed(pair, inputs, dtype, seed, faster) if case.probe else (None, {}, Counter())
+        _check_golden_pass(golden, again, faster if drew else None, written, changed_attributes(pair.reference, state))
+    probing, probed, lookups = (
+        _probe_reference(pair, inputs, dtype, seed, faster) if case.probe else (None, {}, Counter())
+    )
     pair.reference.to(kernels.device)
     cache = Cache()
     cache.get("pair", lambda: pair)
@@ -581,7 +583,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     )
 
 
-def _probed(
+def _probe_reference(
     pair: Pair, inputs: Any, dtype: torch.dtype, seed: int, device: torch.device
 ) -> tuple[Any, dict[str, Tensor], Lookups]:
     """Return the probing inputs, their golden outputs and lookups, or nothing if they would equal the inputs."""
@@ -589,12 +591,12 @@ def _probed(
     scaled = ScaledLookups(dtype, pair.evaluation)
     with torch.no_grad(), in_fp64():
         probed = outputs_of(pair.reference, scaled.around(pair.call_reference), cast(probing, torch.float64, device))
-    if not scaled.seen and all(map(_same, tree_leaves(probing), tree_leaves(inputs))):
+    if not scaled.seen and all(map(_is_same_leaf, tree_leaves(probing), tree_leaves(inputs))):
         return None, {}, Counter()
     return probing, probed, scaled.seen
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same_leaf(one: Any, other: Any) -> bool:
     return not isinstance(one, Tensor) or torch.equal(one, other)
 
 
@@ -608,7 +610,7 @@ def _check_complete(reference: nn.Module, known: Container[str]) -> None:
         )
 
 
-def _check(
+def _check_golden_pass(
     golden: Pass,
     again: Callable[[], dict[str, Tensor]],
     drew_on: torch.device | None,

@@ -65,8 +65,9 @@ def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
         largest = max_abs(value)
         if largest > 0.0 and max_abs(value.to(dtype)) == 0.0:
             raise NothingToJudge(
-                f"every element of {what} rounds to 0 in {_name(dtype)}, because the largest is only {largest:.2g}; "
-                "nothing can be compared at this precision: draw larger inputs, or leave out this precision"
+                f"every element of {what} rounds to 0 in {_name_dtype(dtype)}, because the largest is only "
+                f"{largest:.2g}; nothing can be compared at this precision: draw larger inputs, or leave out this "
+                "precision"
             )
 
 
@@ -90,7 +91,7 @@ def _check_no_overflow(what: str, value: Tensor, dtype: torch.dtype) -> None:
     lost = value.isfinite() & ~value.to(dtype).isfinite()
     if lost.any():
         raise NothingToJudge(
-            f"{int(lost.sum())} of {value.numel()} elements of {what} overflow {_name(dtype)}: they reach "
+            f"{int(lost.sum())} of {value.numel()} elements of {what} overflow {_name_dtype(dtype)}: they reach "
             f"{value[lost].abs().max():.2g}, but its largest number is {torch.finfo(dtype).max:.6g}; nothing can be "
             "compared at this precision: scale the values down, or leave out this precision"
         )
@@ -130,7 +131,7 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
     Raises:
         NothingToJudge: if an output differs.
     """
-    for name, moved in _moved(golden, again):
+    for name, moved in _find_moved_outputs(golden, again):
         raise NothingToJudge(
             f"the reference draws random numbers (PAR253 not-reproducible): with other random numbers its {name} "
             f"changes by {moved:.2g} of its norm, so nothing can be compared with it; switch off the randomness in "
@@ -150,7 +151,7 @@ def check_weights_stay(golden: Pass, again: Mapping[str, Tensor], written: Seque
     Raises:
         NothingToJudge: if an output differs.
     """
-    for name, moved in _moved(golden, again):
+    for name, moved in _find_moved_outputs(golden, again):
         raise NothingToJudge(
             f"the reference changes its parameter {written[0]} in place, so that the next pass starts from other "
             f"weights: its {name} changes by {moved:.2g} of its norm; in each pass, let both modules train a fresh "
@@ -169,7 +170,7 @@ def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequen
     Raises:
         NothingToJudge: if an output differs.
     """
-    if golden.outputs.keys() != again.keys() or list(_moved(golden, again)):
+    if golden.outputs.keys() != again.keys() or list(_find_moved_outputs(golden, again)):
         raise NothingToJudge(
             f"the reference remembers its last call in {', '.join(changed)}: called again on the same inputs, it "
             "returns something else, so nothing can be compared with it; reset that at the start of each call, in "
@@ -177,7 +178,7 @@ def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequen
         )
 
 
-def _moved(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+def _find_moved_outputs(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
     """Yield the names of the outputs that differ in another pass, and by which share of their norm."""
     for name, output in golden.outputs.items():
         moved = math.inf
@@ -227,7 +228,7 @@ def proves_nothing(tensors: Sequence[TensorResult]) -> bool:
         tensors: the results of a comparison that passed.
     """
     not_zero = [tensor for tensor in tensors if tensor.errors.golden_rms]
-    return bool(not_zero) and len(_lost(tensors)) == len(not_zero)
+    return bool(not_zero) and len(_find_lost_tensors(tensors)) == len(not_zero)
 
 
 def left_unproven(tensors: Sequence[TensorResult], differentiated: bool) -> Iterator[ProvesNothing]:
@@ -237,7 +238,7 @@ def left_unproven(tensors: Sequence[TensorResult], differentiated: bool) -> Iter
         tensors: the results of a comparison.
         differentiated: whether there should be a backward pass.
     """
-    lost = _lost(tensors)
+    lost = _find_lost_tensors(tensors)
     shown = {tensor.kind.endswith("gradient") for tensor in tensors if tensor.errors.golden_rms and tensor not in lost}
     if False not in shown:
         yield ProvesNothing("nothing is known of the forward pass: every output is empty, 0 or lost to rounding")
@@ -248,7 +249,7 @@ def left_unproven(tensors: Sequence[TensorResult], differentiated: bool) -> Iter
         )
 
 
-def _lost(tensors: Sequence[TensorResult]) -> list[TensorResult]:
+def _find_lost_tensors(tensors: Sequence[TensorResult]) -> list[TensorResult]:
     """Return the tensors that would pass if they were all zero, though golden is not."""
     return [tensor for tensor in tensors if tensor.errors.golden_rms and tensor.tolerance_relative_l2 >= 1.0]
 
@@ -278,7 +279,7 @@ def remarks(
     ]
     if zero:
         yield f"0 in both the reference and the candidate, which proves nothing: {', '.join(zero)}"
-    lost = [tensor.label for tensor in _lost(tensors)]
+    lost = [tensor.label for tensor in _find_lost_tensors(tensors)]
     if lost:
         yield f"lost to rounding in any port, so that zeros would pass as well: {', '.join(lost)}"
     empty = [tensor.label for tensor in tensors if not tensor.numel]
@@ -287,7 +288,7 @@ def remarks(
     compared = {tensor.key for tensor in tensors}
     too_large = [name for kind, name in candidate if kind == PROBED and (kind, name) not in compared]
     if too_large:
-        overflows = f"where a faithful {_name(dtype)} computation overflows"
+        overflows = f"where a faithful {_name_dtype(dtype)} computation overflows"
         yield f"not compared on probing inputs, {overflows}: {', '.join(too_large)}"
     frozen = [name for name, parameter in reference.named_parameters() if not parameter.requires_grad]
     if frozen:
@@ -299,7 +300,10 @@ def remarks(
         is_loss = tensor.numel == 1 or tensor.name in log_probs
         is_loss = is_loss and returned == torch.float32  # a loss is rightly wider than the rest
         if not (tensor.kind.endswith("gradient") or is_loss) and tensor.numel and returned != dtype:
-            yield f"the candidate returns {tensor.label} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
+            yield (
+                f"the candidate returns {tensor.label} in {_name_dtype(returned)}; the precision's dtype is "
+                f"{_name_dtype(dtype)}"
+            )
     if recipe:
         yield from _outside_recipe(tensors, recipe)
     elif dtype == torch.float32:
@@ -350,5 +354,5 @@ def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, golden: Map
     return tuple(name for name in unreached if name in wanted)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -96,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.stash[_OPTIONS].engine == "ray" and not config.option.collectonly:
         _go_to_ray(config)
         return
-    _place(config)
+    _assign_gpus(config)
     if config.stash[_OPTIONS].backend == "gpu" and has_cases(config):
         from parity import te
 
@@ -154,7 +154,9 @@ def _go_to_ray(config: pytest.Config) -> None:
     if config.getoption("usepdb", False):
         raise pytest.UsageError("--pdb needs the comparison in this process: leave out the engine ray")
     try:
-        engine = RayEngine(config, config.stash[_OPTIONS], config.stash.get(_MOST_TASKS, None), _finished(config))
+        engine = RayEngine(
+            config, config.stash[_OPTIONS], config.stash.get(_MOST_TASKS, None), _find_finished_items(config)
+        )
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(engine, "parity-ray")
@@ -177,7 +179,7 @@ def _go_on(config: pytest.Config) -> None:
     config.stash[_RESUMED] = claim, unfinished
 
 
-def _finished(config: pytest.Config) -> frozenset[str]:
+def _find_finished_items(config: pytest.Config) -> frozenset[str]:
     """Return the ids of the items that the resumed run had finished."""
     if FINISHED in (given := getattr(config, "workerinput", {})):
         return frozenset(given[FINISHED])
@@ -197,7 +199,7 @@ def _check_surroundings(asked: Options) -> None:
         raise pytest.UsageError(str(error)) from None
 
 
-def _place(config: pytest.Config) -> None:
+def _assign_gpus(config: pytest.Config) -> None:
     """Assign a GPU to each worker or, without workers, the first of ``PARITY_DEVICES`` to this process.
 
     This happens before CUDA starts.
@@ -209,12 +211,14 @@ def _place(config: pytest.Config) -> None:
     if not has_cases(config):
         return
     if config.getoption("dist", "no") != "no":
-        config.pluginmanager.register(Workers(config, _gpus(config), _finished(config)), "parity-workers")
-    elif os.environ.get(PARITY_DEVICES) and _gpus(config):
-        os.environ[CUDA_VISIBLE_DEVICES] = _gpus(config)[0].identifier
+        config.pluginmanager.register(
+            Workers(config, _list_gpus(config), _find_finished_items(config)), "parity-workers"
+        )
+    elif os.environ.get(PARITY_DEVICES) and _list_gpus(config):
+        os.environ[CUDA_VISIBLE_DEVICES] = _list_gpus(config)[0].identifier
 
 
-def _gpus(config: pytest.Config) -> list[Device]:
+def _list_gpus(config: pytest.Config) -> list[Device]:
     """Return the run's GPUs, which are listed only once.
 
     It reads the options itself, because xdist asks for the number of workers before they are in the stash.
@@ -234,7 +238,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return None
     if _is_elsewhere(config):
         return 0
-    gpus = _gpus(config)
+    gpus = _list_gpus(config)
     return how_many(gpus, largest_need(files_of_cases(config)) if gpus else None)
 
 
@@ -244,7 +248,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     config = session.config
     if has_cases(config) and not _is_elsewhere(config) and config.getoption("dist", "no") == "no":
         with suppress(Exception), lasting():  # what is wrong is reported at the first pair
-            _kernels(config)
+            _load_kernels(config)
             apart.begin(config)
     try:
         return (yield)
@@ -283,7 +287,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
-    """Keep pytest from collecting a case with a name like ``test_mlp`` as a test. ``_nodes`` makes its items.
+    """Keep pytest from collecting a case with a name like ``test_mlp`` as a test. ``_make_nodes`` makes its items.
 
     Raises:
         UserError: for a mark around a case: it replaces the case under its name and has no effect.
@@ -317,7 +321,7 @@ def pytest_make_collect_report(
             with apart.imported(collector), collected_in_time(collector, seconds), mistakes_kept():
                 report = yield
                 if report.passed:
-                    report.result.extend(_nodes(collector))
+                    report.result.extend(_make_nodes(collector))
         except SystemExit as error:  # pytest would report an internal error, without saying where
             from parity.case.registry import import_failure
 
@@ -330,7 +334,7 @@ def pytest_make_collect_report(
         report = yield
     call = getattr(report, "call", None)
     if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
-        report.longrepr = _told(call.excinfo.value, collector.config.option.verbose >= DETAILS)
+        report.longrepr = _describe_error(call.excinfo.value, collector.config.option.verbose >= DETAILS)
     if report.failed and _has_pairs(collector):
         if printable(told := report.longreprtext) != told:
             report.longrepr = text(told)
@@ -344,7 +348,7 @@ def _has_pairs(collector: pytest.Collector) -> bool:
     )
 
 
-def _told(error: UserError, details: bool) -> str:
+def _describe_error(error: UserError, details: bool) -> str:
     """Return the error's message and, if details are wanted and the user's code raised it, a traceback."""
     if not details or error.__cause__ is None:
         return str(error)
@@ -353,7 +357,7 @@ def _told(error: UserError, details: bool) -> str:
     return f"{error}\n{way_there(error.__cause__)}"
 
 
-def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
+def _make_nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
     """Yield one item for each size and precision of the cases declared in this file, but not of imported cases."""
     from parity.case import registry
 
@@ -362,14 +366,14 @@ def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
         if case.path != file:
             continue
         try:
-            yield from list(_items(case, module))
+            yield from list(_make_items(case, module))
         except Exception as error:
             yield BrokenCase.from_parent(module, name=case.name, error=error)
     for name, mistake in registry.misdeclared(file).items():
         yield BrokenCase.from_parent(module, name=name, error=mistake)
 
 
-def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
+def _make_items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     """Yield items by size, precision and attention backend, so that those that share a golden value follow each other.
 
     Raises:
@@ -382,7 +386,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
 
     options = module.config.stash[_OPTIONS]
     chosen = [PRECISIONS[name] for name in options.precisions or tuple(PRECISIONS) if case.runs_at(name)]
-    kernels = _kernels(module.config)
+    kernels = _load_kernels(module.config)
     trained = case.steps if options.steps is None else options.steps
     alone: list[tuple[int, Switch]] = [(0, "")]
     alone += [(trained, switch) for switch in ("", *case.switches)] if trained else []
@@ -411,7 +415,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
                 )
 
 
-def _kernels(config: pytest.Config) -> Kernels:
+def _load_kernels(config: pytest.Config) -> Kernels:
     """Return TE's kernels, which are loaded when the first case is collected.
 
     Raises:
@@ -498,7 +502,7 @@ def _note_properties(item: ParityItem) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave out items that the resumed run has finished, after all other plugins have chosen and ordered the items."""
     items = [item for item in session.items if isinstance(item, ParityItem)]
-    recorder.leave_out(session, items, _finished(session.config))
+    recorder.leave_out(session, items, _find_finished_items(session.config))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -233,11 +233,11 @@ def _compares_itself(config: pytest.Config) -> bool:
 
 def _is_of_its_command() -> bool:
     """Return whether pytest's command runs this, rather than a nested run or another program."""
-    calls = [name for frame in _frames() if (name := _name_in_pytest(frame))]
+    calls = [name for frame in _walk_frames() if (name := _name_in_pytest(frame))]
     return any(name in _COMMANDS for name in calls) and sum(name in _MAIN for name in calls) == 1
 
 
-def _frames() -> Iterator[FrameType]:
+def _walk_frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         yield frame

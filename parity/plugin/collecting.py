@@ -68,7 +68,7 @@ def too_late(module: pytest.Module, seconds: float, interrupted: KeyboardInterru
     from parity.trace.whose import forget_handler, interrupted_at, way_there
 
     forget_handler(interrupted)
-    return _report(module, f"{_too_long(seconds)}; {interrupted_at(interrupted)}", way_there(interrupted))
+    return _make_failed_report(module, f"{_too_long(seconds)}; {interrupted_at(interrupted)}", way_there(interrupted))
 
 
 def _too_long(seconds: float) -> str:
@@ -77,7 +77,7 @@ def _too_long(seconds: float) -> str:
 
 def _end_run(module: pytest.Module, cause: str, thread: int) -> None:
     """Report the file of pairs that ends this process. The run ends too, because every worker collects every file."""
-    report = _report(module, f"{cause}; this ends the run", ending.stack_of(thread))
+    report = _make_failed_report(module, f"{cause}; this ends the run", ending.stack_of(thread))
     ending.announce(report)
     ending.show_output(module.config)
     module.ihook.pytest_collectreport(report=report)
@@ -85,7 +85,7 @@ def _end_run(module: pytest.Module, cause: str, thread: int) -> None:
         ending.finish(module.session)
 
 
-def _report(module: pytest.Module, cause: str, stack: str) -> pytest.CollectReport:
+def _make_failed_report(module: pytest.Module, cause: str, stack: str) -> pytest.CollectReport:
     report = pytest.CollectReport(module.nodeid, "failed", f"{module.nodeid}: {cause}\n{stack.rstrip()}", [])
     note(report, module.config.invocation_params.dir)
     return report
@@ -98,7 +98,7 @@ def message(report: pytest.CollectReport) -> str:
     """Return what is wrong, preceded by its place: the file and line if pytest's text names them, else the id."""
     text = without_traceback(report.longreprtext)
     file = report.nodeid.split("::")[0]
-    return text if file in text else f"{_place(file, report.longreprtext) or report.nodeid}: {text}"
+    return text if file in text else f"{_find_last_place(file, report.longreprtext) or report.nodeid}: {text}"
 
 
 def without_traceback(text: str) -> str:
@@ -122,7 +122,7 @@ def noted(report: pytest.CollectReport) -> str:
     return str(getattr(report, "parity_uncollected", ""))
 
 
-def _place(file: str, text: str) -> str:
+def _find_last_place(file: str, text: str) -> str:
     """Return the last place in the file that pytest's traceback shows; empty if there is none."""
     lines = re.findall(rf"^(?:.*/)?{re.escape(Path(file).name)}:(\d+): in ", text, re.MULTILINE)
     return f"{file}:{lines[-1]}" if lines else ""
@@ -163,7 +163,7 @@ def unknown_pairs(
         elif name in declared:
             yield f"the pair {name!r} of {path} has no item {item!r}; `pytest {path} --collect-only -q` lists them"
         else:
-            yield f"there is no pair {name!r} in {path}; {_advice(path, name, list(declared))}"
+            yield f"there is no pair {name!r} in {path}; {_suggest_names(path, name, list(declared))}"
 
 
 # With a misspelt keyword, no workers should start: each would import PyTorch only to find nothing.
@@ -187,7 +187,7 @@ def may_match(keyword: str, files: Iterable[str]) -> bool:
     return any(word in known or re.search(r"\d", word) for word in words)
 
 
-def _advice(path: str, name: str, declared: list[str]) -> str:
+def _suggest_names(path: str, name: str, declared: list[str]) -> str:
     close = difflib.get_close_matches(name, declared, n=3)
     ids = " or ".join(f"{path}::{other}" for other in close)
     return f"did you mean {ids}?" if close else f"it declares {', '.join(declared)}"

@@ -102,21 +102,21 @@ class Diary:
         """
         with self._all_or_nothing():
             if finished is None:
-                self._finished.unlink(missing_ok=True)
+                self._finished_file.unlink(missing_ok=True)
             else:
-                with self._finished.open("a", encoding="utf-8") as file:
+                with self._finished_file.open("a", encoding="utf-8") as file:
                     file.write(finished)
-            self._replace(entry)
+            self._write_entry(entry)
 
     def replace(self, entry: Entry) -> None:
         """Note more about the same comparison; see ``write``."""
         with self._all_or_nothing():
-            self._replace(entry)
+            self._write_entry(entry)
 
-    def _replace(self, entry: Entry) -> None:
+    def _write_entry(self, entry: Entry) -> None:
         draft = self.folder / f"{self.worker}.draft"
         draft.write_text(json.dumps(asdict(entry)), encoding="utf-8")
-        draft.replace(self._entry)
+        draft.replace(self._entry_file)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Diary:
             yield
         except OSError:
             with suppress(OSError):
-                self._entry.unlink(missing_ok=True)  # it may be out of date
+                self._entry_file.unlink(missing_ok=True)  # it may be out of date
 
     def read(self, node_id: str) -> tuple[Entry, list[str]] | None:
         """Return the entry and the item's finished lines, if the worker's last entry is about this item."""
@@ -137,18 +137,18 @@ class Diary:
         A line that the worker was writing when it died is left out.
         """
         try:
-            entry = reading.parsed(self._entry.read_bytes(), _entry_of)
-            lines = self._finished.read_bytes().split(b"\n") if self._finished.exists() else []
+            entry = reading.parsed(self._entry_file.read_bytes(), _entry_of)
+            lines = self._finished_file.read_bytes().split(b"\n") if self._finished_file.exists() else []
         except (OSError, reading.NotReadableError):  # as on a full disk
             return None
         return entry, [f"{line.decode()}\n" for line in lines if _is_a_result(line)]
 
     @property
-    def _entry(self) -> Path:
+    def _entry_file(self) -> Path:
         return self.folder / f"{self.worker}.entry"
 
     @property
-    def _finished(self) -> Path:
+    def _finished_file(self) -> Path:
         return self.folder / f"{self.worker}.finished"
 
 

@@ -62,9 +62,9 @@ class Slots:
         Later items wait behind in the queue, so that an item that wants many slots gets them.
         """
         with ExitStack() as files:
-            free = [files.enter_context(self._open(f"slot-{number}")) for number in range(self.count)]
+            free = [files.enter_context(self._open_lock_file(f"slot-{number}")) for number in range(self.count)]
             missing = min(wanted, self.count)
-            with self._open("slots") as queue:
+            with self._open_lock_file("slots") as queue:
                 fcntl.flock(queue, fcntl.LOCK_EX)
                 while missing:
                     got = list(islice(filter(_is_taken, free), missing))
@@ -74,7 +74,7 @@ class Slots:
                         time.sleep(_ASKED_AGAIN)
             yield
 
-    def _open(self, name: str) -> IO[str]:
+    def _open_lock_file(self, name: str) -> IO[str]:
         return withheld((self.folder / name).open("w"))
 
 
@@ -106,8 +106,8 @@ class DeviceLock:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Share the device within the context: other workers may use it, too, but none may use it alone."""
-        with self._open("gate") as gate, self._open("device") as device:
-            if not _free(gate):
+        with self._open_lock_file("gate") as gate, self._open_lock_file("device") as device:
+            if not _is_free(gate):
                 self.release_memory()
             fcntl.flock(gate, fcntl.LOCK_EX)
             fcntl.flock(device, fcntl.LOCK_SH)
@@ -115,14 +115,14 @@ class DeviceLock:
             try:
                 yield
             finally:
-                if not _free(gate):
+                if not _is_free(gate):
                     self.release_memory()
                 fcntl.flock(device, fcntl.LOCK_UN)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Use the device alone within the context. Workers that come later wait, so that this one gets its turn."""
-        with self._open("gate") as gate, self._open("device") as device:
+        with self._open_lock_file("gate") as gate, self._open_lock_file("device") as device:
             fcntl.flock(gate, fcntl.LOCK_EX)
             fcntl.flock(device, fcntl.LOCK_EX)
             try:
@@ -131,11 +131,11 @@ class DeviceLock:
                 fcntl.flock(device, fcntl.LOCK_UN)
                 fcntl.flock(gate, fcntl.LOCK_UN)
 
-    def _open(self, part: str) -> IO[str]:
+    def _open_lock_file(self, part: str) -> IO[str]:
         return withheld(self.path.with_suffix(f".{part}").open("w"))
 
 
-def _free(gate: IO[str]) -> bool:
+def _is_free(gate: IO[str]) -> bool:
     try:
         fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -173,7 +173,7 @@ def attempt(
     from parity.passes import memory
 
     def run(alone: bool) -> Result:
-        with _cores(workplace, processes), _device(workplace, alone), time_limit():
+        with _hold_cores(workplace, processes), _hold_device(workplace, alone), time_limit():
             return compare()
 
     def needed() -> int | None:
@@ -200,14 +200,14 @@ def _lacks_memory(result: Result) -> bool:
     return result.status == "error" and result.device_error == "out of memory"
 
 
-def _cores(workplace: Workplace, processes: int) -> AbstractContextManager[None]:
+def _hold_cores(workplace: Workplace, processes: int) -> AbstractContextManager[None]:
     """Hold the cores of as many workers; do nothing if the run has no other workers."""
     if workplace.folder is None or workplace.workers == 1:
         return nullcontext()
     return Slots(workplace.folder, workplace.workers).taken(processes)
 
 
-def _device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:
+def _hold_device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:
     """Hold the device, alone or shared with other workers; do nothing if there is no lock file."""
     if workplace.lock is None:
         return nullcontext()
@@ -281,7 +281,7 @@ class ParityItem(pytest.Item):
         self.fixturenames = self._fixtureinfo.names_closure
         self._request = TopRequest(self, _ispytest=True)  # type: ignore[arg-type]
         for mark in ("parity", precision.name, *case.marks):
-            _register(self.config, mark)
+            _register_mark(self.config, mark)
             self.add_marker(mark)
         if self.get_closest_marker("forked"):
             raise UserError(f"{case.path}:{case.line}: pair {case.name!r} has the mark forked, but {NOT_FORKED}")
@@ -326,7 +326,7 @@ class ParityItem(pytest.Item):
         calibration = load(self.options.calibration) if self.options.calibration else packaged()
         try:
             for seed in self.options.seeds:
-                self.results.append(self._result(seed, calibration))
+                self.results.append(self._compare_seed(seed, calibration))
                 if self.results[0].status == "skipped" or ending.is_time_up(self.config):
                     break
         except KeyboardInterrupt:
@@ -340,7 +340,7 @@ class ParityItem(pytest.Item):
         if item.bad:
             raise ParityError(failure.message(item, self.config.option.verbose >= DETAILS, self.limits))
 
-    def _result(self, seed: int, calibration: Table) -> Result:
+    def _compare_seed(self, seed: int, calibration: Table) -> Result:
         from parity.passes import memory
         from parity.result import as_printable
         from parity.trace.whose import interrupted_at
@@ -354,7 +354,11 @@ class ParityItem(pytest.Item):
             with alone.threads_noted(self.config, self.nodeid):
                 ranks = self.ranks.count if self.ranks else 1
                 result = attempt(
-                    lambda: self._compare(seed, calibration), self._time_limit, self._need, self.workplace, ranks
+                    lambda: self._compare_catching_errors(seed, calibration),
+                    self._time_limit,
+                    self._estimate_memory,
+                    self.workplace,
+                    ranks,
                 )
         except KeyboardInterrupt as error:
             if not ending.is_time_up(self.config):
@@ -370,7 +374,7 @@ class ParityItem(pytest.Item):
             stash[ending.BROKEN_BY] = self.nodeid
         return as_printable(dataclasses.replace(result, path=self._from_start(self.path)))
 
-    def _need(self) -> int | None:
+    def _estimate_memory(self) -> int | None:
         """Estimate the bytes that a comparison needs; return None if they are unknown or the estimate raises."""
         from parity.passes import memory
 
@@ -381,7 +385,7 @@ class ParityItem(pytest.Item):
                 raise
             return None
 
-    def _compare(self, seed: int, calibration: Table) -> Result:
+    def _compare_catching_errors(self, seed: int, calibration: Table) -> Result:
         """Return the comparison's result, which is an error if anything raises.
 
         A failure is noted before the search for its cause begins, so that it is kept whatever happens in the search.
@@ -489,13 +493,13 @@ class ParityItem(pytest.Item):
     def _write_diary(self) -> None:
         from parity.report import record
 
-        entry = self._entry()  # queries the GPU, which is impossible after a comparison has broken it
+        entry = self._make_entry()  # queries the GPU, which is impossible after a comparison has broken it
         diary = self.workplace.diary
         if diary is not None:
             diary.write(entry, record.result_line(self.results[-1]) if self.results else None)
         ending.record_meanwhile(self)
 
-    def _entry(self) -> Entry:
+    def _make_entry(self) -> Entry:
         from parity.report import record
 
         running = record.result_line(self.cut_short(""))
@@ -516,7 +520,7 @@ class ParityItem(pytest.Item):
         self.unfinished = unfinished
         diary = self.workplace.diary
         if diary is not None:
-            diary.replace(self._entry())
+            diary.replace(self._make_entry())
         ending.record_meanwhile(self)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
@@ -533,7 +537,7 @@ class ParityItem(pytest.Item):
         return Path(os.path.relpath(path, self.config.invocation_params.dir)).as_posix()
 
 
-def _register(config: pytest.Config, mark: str) -> None:
+def _register_mark(config: pytest.Config, mark: str) -> None:
     """Register a mark with pytest, but only once, because pytest keeps duplicate lines."""
     known = config.stash.setdefault(_MARKS, set())
     if mark not in known:

@@ -29,7 +29,7 @@ def largest_need(files: Iterable[Path]) -> int | None:
     return int(last[0]) if ran.returncode == 0 and last and last[0].isdecimal() else None
 
 
-def _needs(files: Sequence[str]) -> Iterator[int]:
+def _estimate_memory(files: Sequence[str]) -> Iterator[int]:
     """Yield the bytes that each case needs at each size.
 
     Skips files and cases with errors, which are reported when they are collected.
@@ -55,4 +55,4 @@ def _needs(files: Sequence[str]) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    print(max(_needs(sys.argv[1:]), default=0))
+    print(max(_estimate_memory(sys.argv[1:]), default=0))

@@ -87,7 +87,7 @@ def check_folder(folder: Path, option: str) -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".parity-", dir=existing))
     except OSError as error:
-        raise UserError(f"{option} is {folder}, but {existing} cannot be written to: {_why(error)}") from None
+        raise UserError(f"{option} is {folder}, but {existing} cannot be written to: {_explain_error(error)}") from None
 
 
 def check_file(file: Path, option: str) -> None:
@@ -114,7 +114,7 @@ def check_file(file: Path, option: str) -> None:
         raise UserError(f"{option}: {file} is write-protected")
 
 
-def _why(error: OSError) -> str:
+def _explain_error(error: OSError) -> str:
     # If no file can be made at all, as in /proc, Linux says that the new one does not exist.
     return "no file can be made there" if isinstance(error, FileNotFoundError) else str(error.strerror)
 
@@ -285,7 +285,7 @@ def read(config: pytest.Config) -> Options:
     start = config.rootpath if from_ini else config.invocation_params.dir
     return Options(
         precisions=parse_precisions(value("precisions"), "--parity-precisions"),
-        backend=parse_backend(*_backend(config, value("backend"))),
+        backend=parse_backend(*_read_backend(config, value("backend"))),
         seeds=parse_seeds(value("seeds"), "--parity-seeds"),
         folder=start / value("report"),
         name=name,
@@ -361,7 +361,7 @@ def parse_steps(text: str, option: str) -> int | None:
     return int(text)
 
 
-def _backend(config: pytest.Config, text: str) -> tuple[str, str]:
+def _read_backend(config: pytest.Config, text: str) -> tuple[str, str]:
     """Return the backend that was asked for, and the name of the option or variable that asked for it."""
     asked = os.environ.get(PARITY_BACKEND)
     if asked and config.getoption("parity_backend") is None:

@@ -55,14 +55,14 @@ class Plan:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         own = [item for item in session.items if isinstance(item, ParityItem)]
-        planned = [_planned(item) for item in session.items]
+        planned = [_describe_item(item) for item in session.items]
         for start in range(0, len(planned), _AT_ONCE):
             self._send(planned=planned[start : start + _AT_ONCE])
         self._send(environment=ending.environment_line(own[0]) if own else "")
         return True
 
 
-def _planned(item: pytest.Item) -> tuple[str, str, int, str]:
+def _describe_item(item: pytest.Item) -> tuple[str, str, int, str]:
     """Return an item's id, its id in a record, its number of processes, and its line if it is never compared.
 
     For a test that is not parity's, only the first is known.

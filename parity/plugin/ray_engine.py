@@ -51,7 +51,7 @@ class Cluster:
     """
 
     def __init__(self, address: str, backend: Literal["auto", "gpu", "cpu"]) -> None:
-        self._ray = _connected(address)
+        self._ray = _connect_to_cluster(address)
         self._head, self._answered, self._is_lost = self._ray.get_runtime_context().gcs_address, time.monotonic(), False
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         self.cpus, self.gpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
@@ -153,7 +153,7 @@ def variables() -> dict[str, str]:
     }
 
 
-def _connected(address: str) -> Any:
+def _connect_to_cluster(address: str) -> Any:
     """Return the module ``ray``, connected to the cluster.
 
     Raises:
@@ -291,7 +291,7 @@ class RayEngine:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> bool:
         """Let a node collect, because nodes have the devices, which this process may lack."""
-        planned = list(self._planned())
+        planned = list(self._collect_items())
         left = [item for item in planned if item.key not in self._finished]
         session.testscollected = len(left)
         recorder = self._config.pluginmanager.getplugin(ending.RECORDER)
@@ -302,7 +302,7 @@ class RayEngine:
             alike = [item for item in left if item.processes == processes]
             self._waiting.extend(divided(alike, max(1, places // processes)))
         gpus = f" and {plural(self._cluster.gpus, 'GPU')}" if self._cluster.with_gpus else ""
-        self._tell(
+        self._tell_user(
             f"{plural(len(left), 'item')} in {plural(len(self._waiting), 'task')}, for "
             f"{plural(self._cluster.nodes, 'node')} with {plural(self._cluster.cpus, 'CPU')}{gpus}"
         )
@@ -315,7 +315,7 @@ class RayEngine:
             while self._waiting or self._running:
                 self._start_tasks()
                 for stream in self._cluster.heard(list(self._running)):
-                    self._hear(stream)
+                    self._receive_messages(stream)
                     if session.shouldfail:
                         raise session.Failed(session.shouldfail)
                     if session.shouldstop:
@@ -330,13 +330,13 @@ class RayEngine:
         for sentence in self._told[1:]:
             terminalreporter.write_line(f"ray: {sentence}")
 
-    def _planned(self) -> Iterator[Planned]:
+    def _collect_items(self) -> Iterator[Planned]:
         """Yield the run's items, which a task collects, and report everything that it could not collect.
 
         Raises:
             pytest.UsageError: if the task could not collect at all.
         """
-        stream, node = self._cluster.start(self._job(None, []), 1), "?"
+        stream, node = self._cluster.start(self._make_job(None, []), 1), "?"
         while True:
             try:
                 lines = self._cluster.messages(stream)
@@ -345,10 +345,10 @@ class RayEngine:
             for message in map(json.loads, lines or ()):
                 node = message.get("node", node)
                 if "uncollected" in message:
-                    self._config.hook.pytest_collectreport(report=self._report(message["uncollected"]))
+                    self._config.hook.pytest_collectreport(report=self._restore_report(message["uncollected"]))
                 yield from (Planned(*item) for item in message.get("planned", ()))
                 if message.get("environment"):
-                    self._know(message["environment"])
+                    self._set_environment(message["environment"])
                 if message.get("exit_code", 0) not in (
                     pytest.ExitCode.OK,
                     pytest.ExitCode.TESTS_FAILED,
@@ -358,12 +358,12 @@ class RayEngine:
             if lines is None:
                 return
 
-    def _know(self, line: str) -> None:
+    def _set_environment(self, line: str) -> None:
         from parity.report import record
 
         self._environment_line, self._environment = line, record.environment_of(line)
 
-    def _job(self, node_ids: Sequence[str] | None, files: Sequence[str]) -> Job:
+    def _make_job(self, node_ids: Sequence[str] | None, files: Sequence[str]) -> Job:
         given = (*self._config.invocation_params.args, "--parity-engine=local", "--parity-resume=no")
         return Job(
             start="" if self._cluster.brings_files() else str(self._start),
@@ -390,24 +390,24 @@ class RayEngine:
         while self._waiting and len(self._running) < most:
             task = self._waiting.popleft()
             ids = [item.node_id for item in task]
-            job = self._job(ids, sorted({node_id.partition("::")[0] for node_id in ids}))
+            job = self._make_job(ids, sorted({node_id.partition("::")[0] for node_id in ids}))
             self._running[self._cluster.start(job, task[0].processes)] = _Running({i.node_id: i for i in task})
 
-    def _hear(self, stream: Any) -> None:
+    def _receive_messages(self, stream: Any) -> None:
         """Handle a task's next messages, or its end."""
         task = self._running[stream]
         try:
             lines = self._cluster.messages(stream)
         except LostError as lost:
             del self._running[stream]
-            self._lose(task, str(lost))
+            self._reassign_items(task, str(lost))
             return
         if lines is None:
             del self._running[stream]
         for message in map(json.loads, lines or ()):
-            self._take(task, message)
+            self._handle_message(task, message)
 
-    def _take(self, task: _Running, message: dict[str, Any]) -> None:
+    def _handle_message(self, task: _Running, message: dict[str, Any]) -> None:
         if "node" in message:
             task.node = message["node"]
         elif "begun" in message:
@@ -415,37 +415,37 @@ class RayEngine:
         elif "ended" in message:
             task.begun = ""
             if task.left.pop(message["ended"], None) is not None:
-                self._replay(message["ended"], message["reports"], task.node)
+                self._replay_reports(message["ended"], message["reports"], task.node)
         elif task.left:  # its process has ended
             code, told = message["exit_code"], message["told"]
             if not task.started and code > 0:
                 raise UserError(f"node {task.node} compares nothing: {told}; {_ON_EVERY_NODE}")
-            self._lose(task, f"its process on node {task.node} ended with exit code {code}: {told}")
+            self._reassign_items(task, f"its process on node {task.node} ended with exit code {code}: {told}")
 
-    def _replay(self, node_id: str, reports: Sequence[dict[str, Any]], node: str) -> None:
+    def _replay_reports(self, node_id: str, reports: Sequence[dict[str, Any]], node: str) -> None:
         """Repeat a node's reports on an item in this process."""
         from parity.report import record
 
         hook = self._config.hook
         location = (node_id.partition("::")[0], None, node_id)
         hook.pytest_runtest_logstart(nodeid=node_id, location=location)
-        for report in map(self._report, reports):
+        for report in map(self._restore_report, reports):
             lines = getattr(report, "parity_lines", None)
             if lines is not None:
                 if "environment" in lines:
-                    self._check(record.environment_of(lines["environment"]), node)
+                    self._check_environment(record.environment_of(lines["environment"]), node)
                 lines["environment"] = self._environment_line
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=node_id, location=location)
 
-    def _report(self, data: dict[str, Any]) -> Any:
+    def _restore_report(self, data: dict[str, Any]) -> Any:
         """Return the report from its JSON, and restore the tuple that JSON turned into a list."""
         report = self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
         if isinstance(report.longrepr, list):
             report.longrepr = tuple(report.longrepr)
         return report
 
-    def _check(self, there: Environment, node: str) -> None:
+    def _check_environment(self, there: Environment, node: str) -> None:
         """Make sure that a node's environment matches that of the node that collected the items.
 
         Raises:
@@ -466,7 +466,7 @@ class RayEngine:
                 "this run once they match"
             )
 
-    def _lose(self, task: _Running, cause: str) -> None:
+    def _reassign_items(self, task: _Running, cause: str) -> None:
         """Hand the unreported items of a lost task to another one, except for items that were lost too often."""
         blamed = [task.begun] if task.begun in task.left else list(task.left)
         self._losses.update(blamed)
@@ -476,7 +476,7 @@ class RayEngine:
                 self._give_up(item, f"its process was lost {_MOST_LOSSES} times, most recently because {cause}")
             else:
                 left.append(item)
-        self._tell(f"{cause} ({plural(len(left), 'item')} {'goes' if len(left) == 1 else 'go'} to another task)")
+        self._tell_user(f"{cause} ({plural(len(left), 'item')} {'goes' if len(left) == 1 else 'go'} to another task)")
         if left:
             self._waiting.appendleft(left)
 
@@ -491,7 +491,7 @@ class RayEngine:
             report.parity_lines = {"environment": self._environment_line, "results": lines}  # type: ignore[attr-defined]
         self._config.hook.pytest_runtest_logreport(report=report)
 
-    def _tell(self, sentence: str) -> None:
+    def _tell_user(self, sentence: str) -> None:
         self._told.append(sentence)
         terminal = self._config.pluginmanager.getplugin("terminalreporter")
         if terminal is not None:

@@ -44,7 +44,7 @@ def work(job: Job) -> Iterator[list[str]]:
     start = Path(job["start"] or os.getcwd())
     missing = [path for path in (start, *(start / file for file in job["files"])) if not path.exists()]
     if missing:
-        yield [_last(1, f"there is no {missing[0]}")]
+        yield [_make_last_message(1, f"there is no {missing[0]}")]
         return
     paths = os.pathsep.join(dict.fromkeys(filter(None, sys.path)))
     with tempfile.TemporaryFile() as said:
@@ -62,19 +62,19 @@ def work(job: Job) -> Iterator[list[str]]:
             asked = {"arguments": job["arguments"], "node_ids": job["node_ids"]}
             process.stdin.write(f"{json.dumps(asked)}\n".encode())
             process.stdin.flush()
-            yield from _lines(process.stdout)
-            yield [_last(process.wait(), _end_of(said))]
+            yield from _read_lines(process.stdout)
+            yield [_make_last_message(process.wait(), _end_of(said))]
         except BrokenPipeError:
-            yield [_last(process.wait(), _end_of(said))]
+            yield [_make_last_message(process.wait(), _end_of(said))]
         finally:
-            _end(process)
+            _end_process(process)
 
 
-def _last(code: int, told: str) -> str:
+def _make_last_message(code: int, told: str) -> str:
     return json.dumps({"exit_code": code, "told": told})
 
 
-def _lines(pipe: IO[bytes]) -> Iterator[list[str]]:
+def _read_lines(pipe: IO[bytes]) -> Iterator[list[str]]:
     """Yield complete lines as they arrive, several at once if the run does not keep up."""
     rest = b""
     while read := os.read(pipe.fileno(), 2**20):
@@ -91,7 +91,7 @@ def _end_of(said: IO[bytes]) -> str:
     return "; ".join(wrong) or "".join(lines[-1:])
 
 
-def _end(process: subprocess.Popen[Any]) -> None:
+def _end_process(process: subprocess.Popen[Any]) -> None:
     """End the process. Everything that it has started ends with it."""
     if process.poll() is None:
         process.terminate()

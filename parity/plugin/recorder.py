@@ -74,7 +74,7 @@ class Recorder:
         self._known: set[tuple[str, int]] = set()
         self._claim, self._unfinished, self._refused = claim, unfinished, False
         if claim is not None:
-            claim.told = self._tell
+            claim.told = self._add_to_summary
         if unfinished is not None:
             from parity.report.markdown import digest
 
@@ -83,9 +83,11 @@ class Recorder:
             self._digest.uncollected = self._uncollected
             self._known = {(f"{each.path}::{each.item}", each.seed) for each in unfinished.record.results}
             done, all_of_them = len(unfinished.finished), unfinished.record.environment.items
-            self._tell(f"went on with {self._record}, which had {done} of {all_of_them} items")
+            self._add_to_summary(f"went on with {self._record}, which had {done} of {all_of_them} items")
         if killer:
-            self._tell(f"compared in a worker, because the last run's process ended while it was comparing {killer}")
+            self._add_to_summary(
+                f"compared in a worker, because the last run's process ended while it was comparing {killer}"
+            )
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Claim the record if there is something to write."""
@@ -106,12 +108,12 @@ class Recorder:
         if self._claim is not None:
             return
         try:
-            self._claim = Claim(self._record, self._tell)
+            self._claim = Claim(self._record, self._add_to_summary)
         except UserError as error:
             self._refused = True
             raise pytest.UsageError(str(error)) from None
         except OSError as error:
-            self._tell(f"could not write: {error}")
+            self._add_to_summary(f"could not write: {error}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         lines: dict[str, Any] = getattr(report, "parity_lines", {})
@@ -128,7 +130,7 @@ class Recorder:
 
             self._uncollected[report.nodeid] = Uncollected(report.nodeid, message)
             if self._begun:
-                self._write(uncollected_line(self._uncollected[report.nodeid]))
+                self._write_lines(uncollected_line(self._uncollected[report.nodeid]))
 
     def record(self, lines: dict[str, Any]) -> None:
         """Write an item's lines, see ``ending.of_item``, in place of its provisional ones."""
@@ -136,18 +138,18 @@ class Recorder:
 
         if self._refused:
             return
-        self._withdraw()
-        digest = self._begin(lines.get("environment", ""))
+        self._remove_provisional_lines()
+        digest = self._begin_record(lines.get("environment", ""))
         fresh = {line: result for line in lines["results"] if self._is_new(result := record.result_of(line))}
         if fresh:  # an item in which parity itself failed has none
-            self._write("".join(fresh))
+            self._write_lines("".join(fresh))
             digest.add(list(fresh.values()))
 
     def _is_new(self, result: Result) -> bool:
         """Return whether this comparison has no result yet. A pair that forks may report itself twice."""
         key = (f"{result.path}::{result.item}", result.seed)
         if key in self._known:
-            self._tell(
+            self._add_to_summary(
                 f"{key[0]} reported seed {result.seed} a second time, which was ignored; the pair may have forked"
             )
             return False
@@ -166,8 +168,8 @@ class Recorder:
 
         if self._refused:
             return
-        self._withdraw()
-        self._begin(environment)
+        self._remove_provisional_lines()
+        self._begin_record(environment)
         if self._claim is not None and not self._unwritten:
             with suppress(OSError):  # the item's own lines will report it
                 self._claim.append(b"")
@@ -180,7 +182,7 @@ class Recorder:
         if self._waiter is not None:
             self._waiter.tell(node_id)
 
-    def _withdraw(self) -> None:
+    def _remove_provisional_lines(self) -> None:
         """Remove the provisional lines."""
         if self._waiter is not None:
             self._waiter.tell("")
@@ -189,7 +191,7 @@ class Recorder:
                 self._claim.cut(self._meanwhile)
         self._meanwhile = None
 
-    def _begin(self, environment: str) -> Digest:
+    def _begin_record(self, environment: str) -> Digest:
         """Write the lines that come before the first result, but only once."""
         from parity.report import record
         from parity.report.markdown import Digest
@@ -199,18 +201,18 @@ class Recorder:
         self.claim_record()
         here = record.environment_of(environment)
         if self._unfinished is not None and self._digest is not None:
-            self._check(here)
+            self._check_environment(here)
             content, digest = self._unfinished.content.decode(), self._digest
             known = {each.node_id for each in self._unfinished.record.uncollected}
         else:
             content, digest, known = environment, Digest(here, uncollected=self._uncollected), set()
         content += "".join(record.uncollected_line(each) for key, each in self._uncollected.items() if key not in known)
         self._digest, self._begun = digest, True
-        if not self._tried(lambda: self._start(record.data(content))):
+        if not self._try_to_write(lambda: self._replace_old_record(record.data(content))):
             self._unwritten.append(content)
         return digest
 
-    def _check(self, environment: Environment) -> None:
+    def _check_environment(self, environment: Environment) -> None:
         """End the run if it does not match the one that it resumes."""
         assert self._unfinished is not None
         try:
@@ -219,7 +221,7 @@ class Recorder:
             self._refused, self._digest = True, None
             pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
 
-    def _start(self, content: bytes) -> None:
+    def _replace_old_record(self, content: bytes) -> None:
         """Replace an older run's record, which is kept under another name, by the first lines of this one."""
         if self._claim is None:
             raise OSError(f"{self._record} could not be opened")
@@ -230,7 +232,7 @@ class Recorder:
         else:
             left = left_by(before)
             if left != "nothing" and (self._options.keep_runs or left == "unfinished"):
-                self._tell(set_aside(self._claim, self._report, left, self._options.keep_runs))
+                self._add_to_summary(set_aside(self._claim, self._report, left, self._options.keep_runs))
             self._claim.begin(content)
         try:
             files.replace(self._report, report_meanwhile(self._name, self._record))
@@ -253,7 +255,7 @@ class Recorder:
 
     def finish(self) -> None:
         """Draw the report and then the page, because the disk may have room only for the report."""
-        self._withdraw()
+        self._remove_provisional_lines()
         if self._waiter is not None:
             self._waiter.dismiss()
             self._waiter = None
@@ -267,14 +269,18 @@ class Recorder:
             with suppress(OSError):
                 self._claim.append(b"")  # notices what others did to the file since the last line
             self._record = self._claim.path
-        if self._unwritten or not self._tried(lambda: files.replace(self._report, drawn)):
-            self._lost = not self._tried(lambda: self._save_elsewhere(drawn))
+        if self._unwritten or not self._try_to_write(lambda: files.replace(self._report, drawn)):
+            self._lost = not self._try_to_write(lambda: self._save_elsewhere(drawn))
             if self._lost:
-                self._tell("so this run has no complete record and report; free some disk space, and run it again")
+                self._add_to_summary(
+                    "so this run has no complete record and report; free some disk space, and run it again"
+                )
                 return
-        self._tried(lambda: files.replace(self._page, html.draw(digest, self._name)))
+        self._try_to_write(lambda: files.replace(self._page, html.draw(digest, self._name)))
         if self._options.save_as:
-            self._tried(lambda: self._tell(keep_baseline(self._options, self._record, digest.complete)))
+            self._try_to_write(
+                lambda: self._add_to_summary(keep_baseline(self._options, self._record, digest.complete))
+            )
         if self._options.against:
             self._since = compare_with_baseline(self._options, self._record)
 
@@ -322,24 +328,24 @@ class Recorder:
             terminalreporter.write_line(f"report: {self._report}")
             terminalreporter.write_line(f"record: {self._record}")
 
-    def _write(self, lines: str) -> None:
+    def _write_lines(self, lines: str) -> None:
         """Add lines to the record, or keep them if they, or any before them, cannot be written."""
         from parity.report import record
 
         claim = self._claim
-        if claim is None or self._unwritten or not self._tried(lambda: claim.append(record.data(lines))):
+        if claim is None or self._unwritten or not self._try_to_write(lambda: claim.append(record.data(lines))):
             self._unwritten.append(lines)
 
-    def _tried(self, write: Callable[[], object]) -> bool:
+    def _try_to_write(self, write: Callable[[], object]) -> bool:
         """Return whether a file could be written."""
         try:
             write()
         except OSError as error:
-            self._tell(f"could not write: {error}")
+            self._add_to_summary(f"could not write: {error}")
             return False
         return True
 
-    def _tell(self, sentence: str) -> None:
+    def _add_to_summary(self, sentence: str) -> None:
         """Keep a sentence for the summary, unless it is there already."""
         if sentence not in self._troubles:
             self._troubles.append(sentence)
@@ -434,12 +440,12 @@ class GitHub:
         """Note where a failed item's pair is declared, and what is wrong."""
         if self._annotates and report.failed and hasattr(report, "parity_lines"):
             file, line, name = report.location
-            self._found.append((self._place(file, (line or 0) + 1), name, _message(report)))
+            self._found.append((self._make_place(file, (line or 0) + 1), name, _describe_failure(report)))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         message = collecting.noted(report)
         if self._annotates and message:
-            found = (self._place(report.nodeid.partition("::")[0]), "not collected", message)
+            found = (self._make_place(report.nodeid.partition("::")[0]), "not collected", message)
             if found not in self._found:  # each of xdist's workers collects
                 self._found.append(found)
 
@@ -458,7 +464,7 @@ class GitHub:
         if len(self._found) > ci.MOST_ANNOTATIONS:
             terminalreporter.write_line(ci.others(len(self._found) - ci.MOST_ANNOTATIONS))
 
-    def _place(self, file: str, line: int = 0) -> Place:
+    def _make_place(self, file: str, line: int = 0) -> Place:
         """Return the place with its file relative to the repository, as GitHub expects it."""
         from parity.report.ci import Place
 
@@ -467,7 +473,7 @@ class GitHub:
         return Place((path.relative_to(checkout) if path.is_relative_to(checkout) else path).as_posix(), line)
 
 
-def _message(report: pytest.TestReport) -> str:
+def _describe_failure(report: pytest.TestReport) -> str:
     """Return what is wrong with an item or, if it has no results, pytest's own text, which names the worker."""
     from parity.report import failure, record
     from parity.report.record import Item
@@ -534,7 +540,7 @@ def unfinished(claim: Claim, options: Options) -> Unfinished | None:
         changed = earlier.changed_code(asked.code, {earlier.PARITY: earlier.code_of_parity()})
         differ += [f"{name} changed" for name in changed]
     if environment.seeds != options.seeds:
-        differ.append(f"seeds were {_listed(environment.seeds)}, now they are {_listed(options.seeds)}")
+        differ.append(f"seeds were {_list_seeds(environment.seeds)}, now they are {_list_seeds(options.seeds)}")
     if differ:
         raise UserError(_not_the_same(differ))
     by_item: dict[str, list[tuple[int, bool]]] = {}
@@ -573,7 +579,7 @@ def ended_its_process(path: Path) -> str:
     return next((f"{each.path}::{each.item}" for each in results if ending.took_its_process_along(each)), "")
 
 
-def _listed(seeds: Sequence[int]) -> str:
+def _list_seeds(seeds: Sequence[int]) -> str:
     from parity.report.numbers import seeds as in_words
 
     return in_words(tuple(seeds))
@@ -609,7 +615,7 @@ def left_by(content: bytes) -> Left:
 
     A file that is not a record counts as unfinished, so that it is kept.
     """
-    first, *lines = (_parsed(line) for line in content.removesuffix(b"\n").split(b"\n"))
+    first, *lines = (_parse_line(line) for line in content.removesuffix(b"\n").split(b"\n"))
     environment = first.get("environment")
     if not isinstance(environment, Mapping):
         return "unfinished" if content.strip(b"\0\n ") else "nothing"
@@ -658,7 +664,7 @@ def set_aside(claim: Claim, report: Path, left: Left, most: int) -> str:
 _DRAWN = (".md", ".html")
 
 
-def _parsed(line: bytes) -> Mapping[str, Any]:
+def _parse_line(line: bytes) -> Mapping[str, Any]:
     try:
         return reading.parsed(line, lambda content: content if isinstance(content, Mapping) else {})
     except reading.NotReadableError:

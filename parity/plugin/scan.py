@@ -33,22 +33,22 @@ def may_have_cases(config: pytest.Config) -> bool:
     named = early.option.file_or_dir or [
         found for pattern in by_default for found in sorted(glob(pattern, root_dir=start, recursive=True))
     ]
-    return next(_files(early, named or ["."]), None) is not None
+    return next(_find_parity_files(early, named or ["."]), None) is not None
 
 
 def files_of_cases(config: pytest.Config) -> Iterator[Path]:
     """Yield the files that import parity among those that pytest would collect for its arguments."""
-    return _files(config, config.args)
+    return _find_parity_files(config, config.args)
 
 
-def _files(config: pytest.Config, arguments: Iterable[str]) -> Iterator[Path]:
+def _find_parity_files(config: pytest.Config, arguments: Iterable[str]) -> Iterator[Path]:
     for argument in arguments:
         path = config.invocation_params.dir / argument.split("::")[0]
-        found = [path] if path.suffix == ".py" and is_regular(path) else _collected(path, config)
+        found = [path] if path.suffix == ".py" and is_regular(path) else _find_python_files(path, config)
         yield from filter(imports_parity, found)
 
 
-def _collected(top: Path, config: pytest.Config) -> Iterator[Path]:
+def _find_python_files(top: Path, config: pytest.Config) -> Iterator[Path]:
     """Yield the Python files that pytest would collect below a folder, each folder once however links lead."""
     seen: set[str] = set()
     patterns = config.getini("python_files")

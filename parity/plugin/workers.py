@@ -90,7 +90,7 @@ class Workers:
         if crashitem in self._announced:
             report.when, report.outcome, report.longrepr = "teardown", "passed", None
         else:
-            _record(crashitem, Diary(self._folder, report.node.gateway.id), report)
+            _attach_results(crashitem, Diary(self._folder, report.node.gateway.id), report)
         if crashitem not in self._died_of:
             self._died_of.add(crashitem)
             self._allow_one_more_worker()
@@ -109,7 +109,7 @@ class Workers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _record(node_id: str, diary: Diary, report: Any) -> None:
+def _attach_results(node_id: str, diary: Diary, report: Any) -> None:
     """Attach to the report of a crash the results of the worker's item, with an error for the seed that killed it."""
     from parity.report import record
 
@@ -186,17 +186,17 @@ def how_many(gpus: Sequence[Device], largest: int | None = None) -> int:
     if free is not None:
         limits.append(free // (HOST_BYTES_WITH_CUDA if gpus else HOST_BYTES))
     if gpus:
-        limits.append(sum(_on(gpu, largest or 0) for gpu in gpus))
+        limits.append(sum(_count_workers(gpu, largest or 0) for gpu in gpus))
     return max(1, min(limits))
 
 
-def _on(gpu: Device, largest: int) -> int:
+def _count_workers(gpu: Device, largest: int) -> int:
     """Return how many workers can share a GPU."""
-    found = 1 if gpu.free is None else gpu.free // _share(gpu.free, largest)
+    found = 1 if gpu.free is None else gpu.free // _compute_worker_memory(gpu.free, largest)
     return found if gpu.processes is None else min(found, gpu.processes)
 
 
-def _share(free: int, largest: int) -> int:
+def _compute_worker_memory(free: int, largest: int) -> int:
     """Return the GPU memory for a worker: room for the largest case up to half of it, but at least ``GPU_BYTES``.
 
     A case that needs more runs alone while the others wait. With one worker per GPU, every case would run alone.
@@ -261,16 +261,16 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if not any(self.assigned_work.values()):
-            self._sort()
+            self._sort_groups()
         group = next(iter(self.workqueue))
-        if self._sent(node, group) and len(self.workqueue) > _GROUPS_AT_THE_END * len(self.nodes):
+        if self._try_to_send(node, group) and len(self.workqueue) > _GROUPS_AT_THE_END * len(self.nodes):
             for other in self._of_size[size_of(group)]:
                 if other in self.workqueue:
                     self.workqueue.move_to_end(other, last=False)
-                    if not self._sent(node, other):
+                    if not self._try_to_send(node, other):
                         return
 
-    def _sent(self, node: WorkerController, group: str) -> bool:
+    def _try_to_send(self, node: WorkerController, group: str) -> bool:
         """Give a worker the first group; return whether it could be reached."""
         try:
             super()._assign_work_unit(node)
@@ -280,7 +280,7 @@ class GroupScheduling(LoadScopeScheduling):
             self.workqueue.move_to_end(group, last=False)
         return node not in self._unreachable
 
-    def _sort(self) -> None:
+    def _sort_groups(self) -> None:
         """Sort the groups, the largest inputs first, and note which groups have the same case and size."""
         for group in sorted(self.workqueue, key=lambda group: -first_input(next(iter(self.workqueue[group])))):
             self.workqueue.move_to_end(group)

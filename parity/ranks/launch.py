@@ -96,19 +96,19 @@ def launch(
     Raises:
         RanksFailed: if a rank raised, died or did not return in time.
     """
-    context = _context(imported_before)
+    context = _choose_context(imported_before)
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as folder:
-        with _started(context, function, ranks, arguments, timeout, environment or {}, folder) as running:
-            results, failures = _gathered(running, timeout)
+        with _start_ranks(context, function, ranks, arguments, timeout, environment or {}, folder) as running:
+            results, failures = _gather_results(running, timeout)
         for rank in range(ranks):
-            for line in "" if failures else _printed(folder, rank).splitlines():
+            for line in "" if failures else _read_output(folder, rank).splitlines():
                 print(f"[rank {rank}] {line}")
     if failures:
         raise RanksFailed(ranks, failures)
     return [results[rank] for rank in range(ranks)]
 
 
-def _context(imported_before: Sequence[str]) -> BaseContext:
+def _choose_context(imported_before: Sequence[str]) -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -128,7 +128,7 @@ class _Rank:
 
 
 @contextmanager
-def _started(
+def _start_ranks(
     context: BaseContext,
     function: Callable[..., Any],
     ranks: int,
@@ -144,7 +144,7 @@ def _started(
             answer, sent = context.Pipe(duplex=False)
             place = _Place(number, ranks, folder, timeout, dict(environment))
             process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-                target=_run, args=(place, sent, function, tuple(arguments)), name=f"rank {number}", daemon=True
+                target=_run_rank, args=(place, sent, function, tuple(arguments)), name=f"rank {number}", daemon=True
             )
             process.start()
             sent.close()
@@ -158,7 +158,7 @@ def _started(
             rank.answer.close()
 
 
-def _gathered(running: Sequence[_Rank], timeout: float) -> tuple[dict[int, Any], list[RankFailure]]:
+def _gather_results(running: Sequence[_Rank], timeout: float) -> tuple[dict[int, Any], list[RankFailure]]:
     """Return the results by rank, and the failures, beginning with ranks that died."""
     results: dict[int, Any] = {}
     failures: list[RankFailure] = []
@@ -167,10 +167,10 @@ def _gathered(running: Sequence[_Rank], timeout: float) -> tuple[dict[int, Any],
     end = time.monotonic() + _TO_BEGIN
     while waiting and (left := end - time.monotonic()) > 0:
         for rank in running:
-            _shorten(_output(rank.folder, rank.number))
+            _shorten_file(_get_output_path(rank.folder, rank.number))
         for connection in wait(list(waiting), min(left, _LOOKS)):
             rank = waiting[connection]  # type: ignore[index]
-            answer = _answer(rank)
+            answer = _receive_answer(rank)
             if answer == _BEGUN:
                 not_begun.discard(rank.number)
                 if not not_begun and not failures:
@@ -184,27 +184,29 @@ def _gathered(running: Sequence[_Rank], timeout: float) -> tuple[dict[int, Any],
                 results[rank.number] = answer[0]
     if waiting and not failures:
         given = f"it had not returned after {timeout:g} s"
-        failures += _hung(list(waiting.values()), f"it had not begun after {_TO_BEGIN:g} s" if not_begun else given)
+        failures += _describe_hung_ranks(
+            list(waiting.values()), f"it had not begun after {_TO_BEGIN:g} s" if not_begun else given
+        )
     # A rank may raise because it was talking to one that died, even if its error arrives first.
     return results, sorted(failures, key=lambda failure: failure.how != "died")
 
 
-def _answer(rank: _Rank) -> RankFailure | tuple[Any, ...]:
+def _receive_answer(rank: _Rank) -> RankFailure | tuple[Any, ...]:
     try:
         answer: RankFailure | tuple[Any, ...] = pickle.loads(rank.answer.recv_bytes())
     except EOFError:
         rank.process.join()
         code = rank.process.exitcode or 0
         what = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return RankFailure(rank.number, "died", what, _printed(rank.folder, rank.number)[-_TOLD:])
+        return RankFailure(rank.number, "died", what, _read_output(rank.folder, rank.number)[-_TOLD:])
     except Exception as error:  # an object of a class that can be pickled, but not unpickled
         return RankFailure(rank.number, "raised", f"what it returned cannot be read: {raised(error)}", "")
     return answer
 
 
-def _hung(running: Sequence[_Rank], what: str) -> list[RankFailure]:
+def _describe_hung_ranks(running: Sequence[_Rank], what: str) -> list[RankFailure]:
     """Ask ranks where they hang, and return their failures."""
-    printed = {rank.number: _size(_output(rank.folder, rank.number)) for rank in running}
+    printed = {rank.number: _get_file_size(_get_output_path(rank.folder, rank.number)) for rank in running}
     if hasattr(signal, "SIGUSR1"):
         for rank in running:
             with suppress(ProcessLookupError, TypeError):
@@ -215,7 +217,7 @@ def _hung(running: Sequence[_Rank], what: str) -> list[RankFailure]:
             rank.number,
             "hung",
             what,
-            _from_stack(_printed(rank.folder, rank.number, printed[rank.number]))[:_TOLD],
+            _from_stack(_read_output(rank.folder, rank.number, printed[rank.number]))[:_TOLD],
         )
         for rank in running
     ]
@@ -226,14 +228,14 @@ def _from_stack(text: str) -> str:
     return text[max(0, text.find("Stack (most recent call first)")) :]
 
 
-def _output(folder: str, rank: int) -> Path:
+def _get_output_path(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank-{rank}.txt"
 
 
-def _printed(folder: str, rank: int, begin: int | None = None) -> str:
+def _read_output(folder: str, rank: int, begin: int | None = None) -> str:
     """Return what a rank has printed from a byte on, or the end of it, at most ``_KEPT`` bytes."""
-    file = _output(folder, rank)
-    at = max(0, _size(file) - _KEPT) if begin is None else begin
+    file = _get_output_path(folder, rank)
+    at = max(0, _get_file_size(file) - _KEPT) if begin is None else begin
     try:
         with file.open("rb") as opened:
             opened.seek(at)
@@ -242,16 +244,16 @@ def _printed(folder: str, rank: int, begin: int | None = None) -> str:
         return ""
 
 
-def _size(file: Path) -> int:
+def _get_file_size(file: Path) -> int:
     try:
         return file.stat().st_size
     except FileNotFoundError:
         return 0
 
 
-def _shorten(file: Path) -> None:
+def _shorten_file(file: Path) -> None:
     """Truncate a file that has become too large; a rank that prints goes on at the file's new end."""
-    if _size(file) > _MOST_PRINTED:
+    if _get_file_size(file) > _MOST_PRINTED:
         os.truncate(file, _KEPT)
 
 
@@ -267,10 +269,10 @@ class _Place:
     environment: dict[str, str]
 
 
-def _run(place: _Place, sent: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run_rank(place: _Place, sent: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the launch ends ranks
-    _print_to(_output(place.folder, place.rank))
+    _print_to(_get_output_path(place.folder, place.rank))
     os.environ.update(place.environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.ranks))
@@ -280,14 +282,14 @@ def _run(place: _Place, sent: Connection, function: Callable[..., Any], argument
         answer: object = (function(*arguments),)
         content = pickle.dumps(answer)
     except BaseException as error:
-        content = pickle.dumps(_failure(place.rank, error))
+        content = pickle.dumps(_make_failure(place.rank, error))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     sent.send_bytes(content)
     threading.Event().wait()  # others may still talk to this rank; the launch ends it when all have answered
 
 
-def _failure(rank: int, error: BaseException) -> RankFailure:
+def _make_failure(rank: int, error: BaseException) -> RankFailure:
     return RankFailure(rank, "raised", raised(error), "".join(traceback.format_exception(error)))
 
 

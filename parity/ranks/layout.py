@@ -93,60 +93,60 @@ class Stage:
         returned = []
         for some, named in self._pipeline.parts((args, kwargs)):
             if not self.is_first and args:
-                some = (self._receive(), *some[1:])
+                some = (self._receive_input(), *some[1:])
             elif not self.is_first:
-                named = {**named, next(iter(kwargs)): self._receive()}
+                named = {**named, next(iter(kwargs)): self._receive_input()}
             output = call(module, *some, **named) if call else module(*some, **named)
             if self.is_last:
                 returned.append(output)
             else:
-                self._send(output)
-        return _together(returned, self._pipeline.dim) if returned else None
+                self._send_output(output)
+        return _concatenate_outputs(returned, self._pipeline.dim) if returned else None
 
     def backward(self) -> None:
         """Differentiate what was sent on, unless this is the last stage, and send gradients to the previous stage."""
         for i in range(self._pipeline.micro_batches):
             if not self.is_last:
-                gradients = [self._get(self._after, torch.empty_like(x)) for x in self._sent[i]]
+                gradients = [self._receive_tensor(self._next_rank, torch.empty_like(x)) for x in self._sent[i]]
                 torch.autograd.backward(self._sent[i], gradients)
             if not self.is_first:
                 for x in self._received[i]:
-                    self._put(self._before, torch.zeros_like(x) if x.grad is None else x.grad)
+                    self._send_tensor(self._previous_rank, torch.zeros_like(x) if x.grad is None else x.grad)
 
     @property
-    def _before(self) -> int:
+    def _previous_rank(self) -> int:
         return self._axis.ranks[self._axis.rank - 1]
 
     @property
-    def _after(self) -> int:
+    def _next_rank(self) -> int:
         return self._axis.ranks[self._axis.rank + 1]
 
-    def _put(self, to: int, x: Tensor) -> None:
+    def _send_tensor(self, to: int, x: Tensor) -> None:
         distributed.send(x.contiguous(), to, group=self._axis.group)
 
-    def _get(self, of: int, like: Tensor) -> Tensor:
+    def _receive_tensor(self, of: int, like: Tensor) -> Tensor:
         distributed.recv(like, of, group=self._axis.group)
         return like
 
-    def _send(self, output: Any) -> None:
+    def _send_output(self, output: Any) -> None:
         leaves, spec = tree_flatten(output)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         told = [(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else None for x in leaves]
         others = [None if isinstance(x, Tensor) else x for x in leaves]
-        distributed.send_object_list([told, others, spec], self._after, group=self._axis.group)
+        distributed.send_object_list([told, others, spec], self._next_rank, group=self._axis.group)
         for x in tensors:
-            self._put(self._after, x.detach())
+            self._send_tensor(self._next_rank, x.detach())
         self._sent.append([x for x in tensors if x.requires_grad])
 
-    def _receive(self) -> Any:
+    def _receive_input(self) -> Any:
         header: list[Any] = [None] * 3
-        distributed.recv_object_list(header, self._before, group=self._axis.group)
+        distributed.recv_object_list(header, self._previous_rank, group=self._axis.group)
         told, leaves, spec = header
         received = []
         for i, one in enumerate(told):
             if one is not None:
                 shape, dtype, is_differentiable = one
-                leaves[i] = self._get(self._before, torch.empty(shape, dtype=dtype))
+                leaves[i] = self._receive_tensor(self._previous_rank, torch.empty(shape, dtype=dtype))
                 if is_differentiable:
                     received.append(leaves[i].requires_grad_())
         self._received.append(received)
@@ -154,7 +154,7 @@ class Stage:
         return tree_map_only(Tensor, lambda x: x.clone(), tree_unflatten(leaves, spec))
 
 
-def _together(returned: Sequence[Any], dim: int) -> Any:
+def _concatenate_outputs(returned: Sequence[Any], dim: int) -> Any:
     """Return the outputs of all micro-batches as one output."""
     if len(returned) == 1:
         return returned[0]
@@ -446,7 +446,7 @@ class Whole:
     def joined(self) -> Tensor:
         """Return the tensor as the ranks computed it; where they disagree, the values that are farther off."""
         whole = torch.full((self.exact.numel(),), math.nan, dtype=self.pieces[0].values.dtype)
-        for piece in sorted(self.pieces, key=lambda piece: self._off(piece.values, piece.places)):
+        for piece in sorted(self.pieces, key=lambda piece: self._compute_relative_error(piece.values, piece.places)):
             whole[piece.places.flatten()] = piece.values.flatten()
         return whole.view(self.exact.shape)
 
@@ -460,9 +460,9 @@ class Whole:
     def off(self, pieces: Sequence[Piece] | None = None) -> float:
         """Return the largest relative error of the pieces, which are those of all ranks by default."""
         some = self.pieces if pieces is None else pieces
-        return max((self._off(piece.values, piece.places) for piece in some), default=math.inf)
+        return max((self._compute_relative_error(piece.values, piece.places) for piece in some), default=math.inf)
 
-    def _off(self, values: Tensor, at: Tensor) -> float:
+    def _compute_relative_error(self, values: Tensor, at: Tensor) -> float:
         right = self.exact.flatten().to("cpu", torch.float64)[at.flatten()]
         if values.numel() != right.numel():
             return math.inf
@@ -514,7 +514,7 @@ def marked(
     """
     parameters = dict(module.named_parameters())
     whole_names = _whole_names(list(parameters), list(shapes), made.ep, place["ep"])
-    gated = {f"{path}.{name}" if path else name for path, name in _gated(module)}
+    gated = {f"{path}.{name}" if path else name for path, name in _find_gated_units(module)}
     found: dict[str, Held] = {}
     for name, parameter in parameters.items():
         whole = renamed.get(name) or whole_names.get(name, "")
@@ -565,7 +565,7 @@ def _of_te(parameter: Tensor, whole: tuple[int, ...], made: Degrees, blocks: int
     return (Over("tp", dim, blocks if dim == 0 else 1),)
 
 
-def _gated(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _find_gated_units(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the paths of TE's gated linear units and the names of their parameters that hold two projections."""
     for path, one in module.named_modules():
         activation = getattr(one, "activation", None)
@@ -579,8 +579,8 @@ def _whole_names(names: Sequence[str], whole: Sequence[str], ranks: int, rank: i
     Wrappers' prefixes are removed, and experts are numbered over all ranks.
     """
     known, found = set(whole), {}
-    plain = {name: _unwrapped(name, known) for name in names}
-    own, all_of_them = _counted(plain.values()), _counted(whole)
+    plain = {name: _remove_wrappers(name, known) for name in names}
+    own, all_of_them = _collect_numbers(plain.values()), _collect_numbers(whole)
     for name, other in plain.items():
         found[name] = other
         for number in re.finditer(r"\d+", other):
@@ -592,7 +592,7 @@ def _whole_names(names: Sequence[str], whole: Sequence[str], ranks: int, rank: i
     return found
 
 
-def _unwrapped(name: str, known: set[str]) -> str:
+def _remove_wrappers(name: str, known: set[str]) -> str:
     if name in known:
         return name
     shorter = name
@@ -601,7 +601,7 @@ def _unwrapped(name: str, known: set[str]) -> str:
     return shorter if shorter in known else name
 
 
-def _counted(names: Iterable[str]) -> dict[str, set[str]]:
+def _collect_numbers(names: Iterable[str]) -> dict[str, set[str]]:
     """Return the numbers in the names, by the place in which they occur."""
     found: dict[str, set[str]] = {}
     for name, number in itertools.chain.from_iterable(((n, m) for m in re.finditer(r"\d+", n)) for n in names):

@@ -118,18 +118,18 @@ class Change:
     @cached_property
     def statistics(self) -> tuple[Statistic, ...]:
         """Return the statistics of tensors whose bytes differ although the golden is the same."""
-        return tuple(found for pair in self._pairs for found in _statistics(*pair))
+        return tuple(found for pair in self._result_pairs for found in _compare_statistics(*pair))
 
     @cached_property
     def has_same_bytes(self) -> bool:
         """Return whether every tensor of every seed is known to have the same bytes."""
-        tensors = [each for before, after in self._pairs for each in (before.tensors, after.tensors)]
+        tensors = [each for before, after in self._result_pairs for each in (before.tensors, after.tensors)]
         seeds_of = [len(item.results) for item in (self.before, self.after) if item is not None]
         return (
-            bool(self._pairs)
-            and seeds_of == 2 * [len(self._pairs)]
+            bool(self._result_pairs)
+            and seeds_of == 2 * [len(self._result_pairs)]
             and all(each.digest for of_seed in tensors for each in of_seed)
-            and all(_digests(before) == _digests(after) for before, after in self._pairs)
+            and all(_collect_digests(before) == _collect_digests(after) for before, after in self._result_pairs)
         )
 
     def kind(self, given: Noise) -> Kind:
@@ -148,13 +148,13 @@ class Change:
 
     def _kind_by_numbers(self, given: Noise) -> Kind:
         """Return the kind of this change if the verdict is the same."""
-        if not self._pairs:
+        if not self._result_pairs:
             return "not compared"
         if self.has_same_bytes:
             return "same bytes"
         if self.grown(given):
             return "regressed"
-        if not all(_from_same_numbers(before, after) for before, after in self._pairs):
+        if not all(_from_same_numbers(before, after) for before, after in self._result_pairs):
             return "other numbers"
         if self.grown(given.of_kernels_alike):
             return "grown"
@@ -165,7 +165,7 @@ class Change:
     @cached_property
     def moved(self) -> tuple[str, ...]:
         """Return the tensors whose bytes differ at some seed although the same kernels would reproduce them."""
-        found = (label for pair in self._pairs for label in _moved(*pair))
+        found = (label for pair in self._result_pairs for label in _find_moved_tensors(*pair))
         return tuple(dict.fromkeys(found))
 
     def most_moved(self, given: Noise) -> Statistic | None:
@@ -183,7 +183,7 @@ class Change:
         return list(found.values())
 
     @cached_property
-    def _pairs(self) -> list[tuple[Result, Result]]:
+    def _result_pairs(self) -> list[tuple[Result, Result]]:
         """The results of both runs at the seeds where both have tensors."""
         if self.before is None or self.after is None:
             return []
@@ -192,7 +192,7 @@ class Change:
         return [(before, after) for before, after in both if before.tensors and after.tensors]
 
 
-def _statistics(before: Result, after: Result) -> Iterator[Statistic]:
+def _compare_statistics(before: Result, after: Result) -> Iterator[Statistic]:
     older = {tensor.label: tensor for tensor in before.tensors}
     steps = {step for step in {tensor.step for tensor in after.tensors} if _same_golden(before, after, step)}
     for tensor in after.tensors:
@@ -208,7 +208,7 @@ def _statistics(before: Result, after: Result) -> Iterator[Statistic]:
                 )
 
 
-def _moved(before: Result, after: Result) -> Iterator[str]:
+def _find_moved_tensors(before: Result, after: Result) -> Iterator[str]:
     """Yield the tensors whose bytes differ although the same kernels would reproduce them.
 
     The CPU kernels always reproduce them. Some kernels of a GPU do not, so both runs must have checked that
@@ -218,8 +218,8 @@ def _moved(before: Result, after: Result) -> Iterator[str]:
     if after.backend != "cpu" and None in looked:
         return
     racing = {label for each in looked if each is not None for label in each.differing}
-    older = _digests(before)
-    for label, digest in _digests(after).items():
+    older = _collect_digests(before)
+    for label, digest in _collect_digests(after).items():
         if digest and older.get(label) and digest != older[label] and label not in racing:
             yield label
 
@@ -233,8 +233,8 @@ def _same_golden(before: Result, after: Result, step: int) -> bool:
 
     Gradients are unsuitable, because one that vanishes except for rounding differs in every run.
     """
-    older = {tensor.key: tensor for tensor in _outputs(before, step)}
-    newer = _outputs(after, step)
+    older = {tensor.key: tensor for tensor in _select_outputs(before, step)}
+    newer = _select_outputs(after, step)
     return bool(newer) and all(
         tensor.key in older
         and math.isclose(tensor.errors.golden_rms, older[tensor.key].errors.golden_rms, rel_tol=_SAME_GOLDEN)
@@ -242,11 +242,11 @@ def _same_golden(before: Result, after: Result, step: int) -> bool:
     )
 
 
-def _outputs(result: Result, step: int) -> list[TensorResult]:
+def _select_outputs(result: Result, step: int) -> list[TensorResult]:
     return [tensor for tensor in result.tensors if tensor.kind == "output" and tensor.step == step]
 
 
-def _digests(result: Result) -> dict[str, str]:
+def _collect_digests(result: Result) -> dict[str, str]:
     return {tensor.label: tensor.digest for tensor in result.tensors}
 
 
@@ -366,7 +366,7 @@ class Comparison:
 
 def differences(runs: Comparison) -> list[str]:
     """Return a sentence for each difference between the environments and between the options of the runs."""
-    before, after = (_facts(run) for run in (runs.before, runs.after))
+    before, after = (_collect_facts(run) for run in (runs.before, runs.after))
     found = [
         f"{name}: {before.get(name) or 'none'}, now {after.get(name) or 'none'}"
         for name in dict.fromkeys([*before, *after])
@@ -384,16 +384,16 @@ def draw(runs: Comparison) -> str:
     changes = runs.changes
     sections = [
         f"# Parity report: {shown.prose(runs.names[1])} against {shown.prose(runs.names[0])}",
-        *_differing(runs),
+        *_draw_differences(runs),
         f"**{verdict(runs)}**",
         "A cell holds an item's worst **margin** over all seeds, as in the report of a run: up to 1 passes.",
     ]
     for kind, title in _TITLES.items():
         if kind in changes:
             sections += [f"## {title}", *([_TOLD[kind]] if kind in _TOLD else [])]
-            tables = {"regressed": _growths, "grown": _growths, "other bytes": _movements}
-            sections.append(tables[kind](runs, kind) if kind in tables else _table(changes[kind]))
-    sections += ["## Environments", _environments(runs)]
+            tables = {"regressed": _draw_growths, "grown": _draw_growths, "other bytes": _draw_movements}
+            sections.append(tables[kind](runs, kind) if kind in tables else _draw_table(changes[kind]))
+    sections += ["## Environments", _draw_environments(runs)]
     return shown.text("\n\n".join(sections) + "\n")
 
 
@@ -416,12 +416,12 @@ def lines(runs: Comparison) -> Iterator[str]:
     yield from (f"differs: {each}" for each in differences(runs))
     yield verdict(runs)
     told = [
-        f"regressed: {change.item.name}, {_sentence(worst, runs.noise, f', {_by(worst, worst.growth)}')}"
+        f"regressed: {change.item.name}, {_show_statistic(worst, runs.noise, f', {_show_growth(worst, worst.growth)}')}"
         for change in runs.changes.get("regressed", ())
         for worst in change.grown(runs.noise)[:1]
     ]
     told += [
-        f"changed by the code: {change.item.name}, {_moved_in_words(change)}; {_sentence(most, runs.noise)}"
+        f"changed by the code: {change.item.name}, {_moved_in_words(change)}; {_show_statistic(most, runs.noise)}"
         for change, most in _by_movement(runs)
     ]
     yield from map(shown.line, told[:_MOST_LINES])
@@ -434,7 +434,7 @@ def growth_in_words(change: Change, kind: Kind, given: Noise) -> str:
     if kind == "other bytes":
         return _moved_in_words(change)
     grown = change.grown(given if kind == "regressed" else given.of_kernels_alike) if kind in _GROWING else []
-    return "; ".join(f"{each.tensor}: {each.after.statistic} {_by(each, each.growth)}" for each in grown[:1])
+    return "; ".join(f"{each.tensor}: {each.after.statistic} {_show_growth(each, each.growth)}" for each in grown[:1])
 
 
 def _moved_in_words(change: Change) -> str:
@@ -449,35 +449,35 @@ def _by_movement(runs: Comparison) -> list[tuple[Change, Statistic]]:
     return sorted(known, key=lambda one: -one[1].change / one[1].allowed(runs.noise))
 
 
-def _sentence(each: Statistic, given: Noise, by: str = "") -> str:
+def _show_statistic(each: Statistic, given: Noise, by: str = "") -> str:
     old, new = (short(abs(check.value)) for check in (each.before, each.after))
-    noise = _by(each, each.allowed(given))
+    noise = _show_growth(each, each.allowed(given))
     return f"{each.tensor} (seed {each.seed}): {each.after.statistic} {old}, now {new}{by}; noise: {noise}"
 
 
-def _by(each: Statistic, growth: float) -> str:
+def _show_growth(each: Statistic, growth: float) -> str:
     """Return a growth in words, as a factor or in standard deviations."""
     if each.after.statistic in noise.SIGNED:
         return f"{short(growth)} standard deviations"
     return f"{short(math.exp(min(growth, 700.0)), 3)} times"
 
 
-def _differing(runs: Comparison) -> Iterator[str]:
+def _draw_differences(runs: Comparison) -> Iterator[str]:
     found = differences(runs)
     yield "Both runs had the same environment." if not found else "What differs between the runs:"
     if found:
         yield "\n".join(f"- {shown.prose(each)}" for each in found)
 
 
-def _environments(runs: Comparison) -> str:
-    before, after = (_facts(run) for run in (runs.before, runs.after))
+def _draw_environments(runs: Comparison) -> str:
+    before, after = (_collect_facts(run) for run in (runs.before, runs.after))
     names = [*before, *(name for name in after if name not in before)]
     rows = [(name, before.get(name, ""), after.get(name, "")) for name in names]
     cells = [(*map(shown.prose, row), "" if row[1] == row[2] else "≠") for row in rows]
     return markdown_table(cells, ["environment", "before", "now", ""])
 
 
-def _facts(run: Record) -> dict[str, str]:
+def _collect_facts(run: Record) -> dict[str, str]:
     items = len({result.item for result in run.results})
     facts = {
         **run.environment.facts,
@@ -489,24 +489,24 @@ def _facts(run: Record) -> dict[str, str]:
     return facts
 
 
-def _table(changes: Sequence[Change]) -> str:
-    return markdown_table([_row(change) for change in changes], _COLUMNS)
+def _draw_table(changes: Sequence[Change]) -> str:
+    return markdown_table([_make_row(change) for change in changes], _COLUMNS)
 
 
-def _row(change: Change) -> list[str]:
+def _make_row(change: Change) -> list[str]:
     after = change.after
     worst = after.worst.worst if after else None
     found = failure.findings(after) if after else []
     return [
         shown.code(change.item.name),
-        _cell(change.before),
-        _cell(after),
+        _draw_cell(change.before),
+        _draw_cell(after),
         shown.code(worst.label) if worst else "",
         shown.prose(", ".join(dict.fromkeys(finding.name for finding in found))),
     ]
 
 
-def _growths(runs: Comparison, kind: Kind) -> str:
+def _draw_growths(runs: Comparison, kind: Kind) -> str:
     """Return a table of the tensors that have grown, each with the statistic that is farthest beyond noise."""
     given = runs.noise if kind == "regressed" else runs.noise.of_kernels_alike
     rows = [
@@ -517,8 +517,8 @@ def _growths(runs: Comparison, kind: Kind) -> str:
             shown.prose(each.after.statistic),
             f"{short(abs(each.before.value))} (margin {short(each.before.margin)})",
             f"{short(abs(each.after.value))} (margin {short(each.after.margin)})",
-            _by(each, each.growth),
-            f"up to {_by(each, each.allowed(given))}",
+            _show_growth(each, each.growth),
+            f"up to {_show_growth(each, each.allowed(given))}",
         ]
         for change in runs.changes[kind]
         for each in change.grown(given)
@@ -526,7 +526,7 @@ def _growths(runs: Comparison, kind: Kind) -> str:
     return markdown_table(rows, _GROWN)
 
 
-def _movements(runs: Comparison, kind: Kind) -> str:
+def _draw_movements(runs: Comparison, kind: Kind) -> str:
     """Return a table of the items whose numbers were changed by code."""
     rows = [
         [
@@ -537,14 +537,14 @@ def _movements(runs: Comparison, kind: Kind) -> str:
             shown.prose(most.after.statistic),
             short(abs(most.before.value), 3),
             short(abs(most.after.value), 3),
-            f"up to {_by(most, most.allowed(runs.noise))}",
+            f"up to {_show_growth(most, most.allowed(runs.noise))}",
         ]
         for change, most in _by_movement(runs)
     ]
     return markdown_table(rows, _MOVED)
 
 
-def _cell(item: Item | None) -> str:
+def _draw_cell(item: Item | None) -> str:
     """Return the item's verdict, with the reason if nothing was compared."""
     if item is None:
         return ""

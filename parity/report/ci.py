@@ -69,17 +69,17 @@ class Place:
 def annotation(place: Place, title: str, message: str) -> str:
     """Return GitHub's command that marks a line as wrong."""
     at = {"file": place.file, **({"line": str(place.line)} if place.line else {}), "title": title}
-    given = ",".join(f"{name}={_escaped(shown.line(value), in_property=True)}" for name, value in at.items())
-    return f"::error {given}::{_escaped(shown.text(message))}"
+    given = ",".join(f"{name}={_escape_text(shown.line(value), in_property=True)}" for name, value in at.items())
+    return f"::error {given}::{_escape_text(shown.text(message))}"
 
 
 def others(count: int) -> str:
     """Return GitHub's command that says how many failures have no annotation."""
     told = f"{plural(count, 'other failure')} of parity, in the summary of this job"
-    return f"::notice::{_escaped(told)}"
+    return f"::notice::{_escape_text(told)}"
 
 
-def _escaped(text: str, in_property: bool = False) -> str:
+def _escape_text(text: str, in_property: bool = False) -> str:
     """Escape the characters that would end a command's message or property, as GitHub's toolkit does."""
     text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if in_property else text

@@ -57,12 +57,12 @@ def asked(
         start: the folder in which pytest was started; modules in files below it are the user's.
         limits: the file of the table of limits; None for the packaged one.
     """
-    code = {PARITY: code_of_parity(), VARIABLES: _variables()}
+    code = {PARITY: code_of_parity(), VARIABLES: _checksum_variables()}
     if limits is not None:
-        code[LIMITS] = _checksum([limits])
+        code[LIMITS] = _checksum_files([limits])
     for file in sorted({*files, *_modules_below(start)})[:_MOST_FILES]:
         name = file.relative_to(start) if file.is_relative_to(start) else Path(file.name)
-        code[name.as_posix()] = _checksum([file])
+        code[name.as_posix()] = _checksum_files([file])
     return Asked(options, f"{zlib.crc32(chr(10).join(sorted(items)).encode('utf-8', 'replace')):08x}", code)
 
 
@@ -71,7 +71,7 @@ def code_of_parity() -> str:
     """Return a checksum of the files of parity that can change the result of a comparison."""
     files = sorted([*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json")])
     used = [file for file in files if file.relative_to(_PACKAGE).parts[0] not in ("measuring", "cli")]
-    return _checksum([*used, *sorted(_KERNELS.rglob("*.py"))])
+    return _checksum_files([*used, *sorted(_KERNELS.rglob("*.py"))])
 
 
 def _modules_below(folder: Path) -> Iterator[Path]:
@@ -83,12 +83,12 @@ def _modules_below(folder: Path) -> Iterator[Path]:
                 yield file
 
 
-def _variables() -> str:
+def _checksum_variables() -> str:
     mine = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(("NVTE_", "PARITY_"))]
     return f"{zlib.crc32(chr(0).join(sorted(each for each in mine if not each.startswith(_NO_MATTER))).encode()):08x}"
 
 
-def _checksum(files: Iterable[Path]) -> str:
+def _checksum_files(files: Iterable[Path]) -> str:
     checksum = 0
     for file in files:
         try:
@@ -109,7 +109,7 @@ _LABELS = {"items": "the number of items", "cpu": "processor", "transformer_engi
 def differences(before: Environment, now: Environment) -> list[str]:
     """Return sentences about how a run differs from an earlier one; an empty list if it may resume that one."""
     found = [
-        f"{_LABELS.get(field.name, field.name)} was {_told(old)}, now it is {_told(new)}"
+        f"{_LABELS.get(field.name, field.name)} was {_format_value(old)}, now it is {_format_value(new)}"
         for field in dataclasses.fields(before)
         if field.name not in _ANY and (old := getattr(before, field.name)) != (new := getattr(now, field.name))
     ]
@@ -169,7 +169,7 @@ def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
     return [name for name in before if name in now and before[name] != now[name]]
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value) or "none"
 
 
@@ -221,7 +221,7 @@ def find(text: str, start: Path, option: str) -> Path:
     named = path_of(text, start)
     if os.path.isfile(named):
         return named
-    earlier = _earlier(text, start / "reports" / RUNS)
+    earlier = _find_earlier_run(text, start / "reports" / RUNS)
     if earlier is not None:
         return earlier
     known = sorted(each.stem for each in (start / FOLDER).glob("*.jsonl"))
@@ -233,7 +233,7 @@ def find(text: str, start: Path, option: str) -> Path:
     )
 
 
-def _earlier(text: str, folder: Path) -> Path | None:
+def _find_earlier_run(text: str, folder: Path) -> Path | None:
     name, _, number = text.rpartition("-")
     if not (number.isascii() and number.isdigit()):
         return None

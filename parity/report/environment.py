@@ -56,7 +56,8 @@ def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
     if difference.ratio <= 1.0:
         return f"{file} (none is wider than the packaged ones, and {tighter} of {shared} less than 1/{TIMES:g} as wide)"
     return (
-        f"{file} ({precision} {_told(difference)}, {short(difference.ratio)} times as wide, is the largest difference; "
+        f"{file} ({precision} {_describe_difference(difference)}, {short(difference.ratio)} times as wide, "
+        "is the largest difference; "
         f"{wider} of {shared} limits are more than {TIMES:g} times as wide as the packaged ones"
         f"{'; accepted when the table was made' if any(each.accepted for each in compared) else ''})"
     )
@@ -70,19 +71,19 @@ def limits_section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
             "These are not the packaged limits. Where they are wider, ports pass that the packaged ones reject; "
             "`parity calibrate` measures them on ports that somebody knows to be right."
         )
-        yield markdown_table(map(_row, compared), _COLUMNS)
+        yield markdown_table(map(_make_row, compared), _COLUMNS)
 
 
-def _row(each: OfPrecision) -> tuple[object, ...]:
+def _make_row(each: OfPrecision) -> tuple[object, ...]:
     counts = shown.prose(each.precision), each.wider, each.tighter, each.shared
-    return *counts, *_cells(each.widest), *_cells(each.tightest), each.unknown, shown.prose(each.accepted)
+    return *counts, *_make_cells(each.widest), *_make_cells(each.tightest), each.unknown, shown.prose(each.accepted)
 
 
-def _cells(difference: Difference | None) -> tuple[str, str]:
-    return ("", "") if difference is None else (shown.prose(_told(difference)), short(difference.ratio))
+def _make_cells(difference: Difference | None) -> tuple[str, str]:
+    return ("", "") if difference is None else (shown.prose(_describe_difference(difference)), short(difference.ratio))
 
 
-def _told(difference: Difference) -> str:
+def _describe_difference(difference: Difference) -> str:
     """Return a difference in words, such as ``norm of outputs 351 instead of 1.7``."""
     limits = f"{short(difference.limit)} instead of {short(difference.packaged)}"
     return f"{difference.statistic} of {difference.kind}s {limits}"
@@ -221,11 +222,11 @@ def from_json(record: Mapping[str, Any]) -> Environment:
     Raises:
         pydantic.ValidationError: if a field is missing or has a wrong type; it is a ``ValueError``.
     """
-    return _schema().validate_python(dict(record))
+    return _make_schema().validate_python(dict(record))
 
 
 @functools.cache
-def _schema() -> TypeAdapter[Environment]:
+def _make_schema() -> TypeAdapter[Environment]:
     return TypeAdapter(Environment)
 
 

@@ -40,7 +40,7 @@ def message(item: Item, details: bool = False, limits: str = "") -> str:
         details: whether to add a traceback.
         limits: the file of the table of limits; empty for the packaged one.
     """
-    lines = [_first_line(item), *_what(item.worst), *_causes(item), *measures(item.worst)]
+    lines = [_first_line(item), *_explain_margin(item.worst), *_list_causes(item), *measures(item.worst)]
     if details and item.worst.traceback:
         lines.append(item.worst.traceback)
     return shown.text("\n".join([*lines, f"reproduce: {_as_here()}{reproduce(item.worst, limits)}"]))
@@ -51,7 +51,7 @@ def _first_line(item: Item) -> str:
     return f"{named[0].name}: {headline(item)}" if named else headline(item)
 
 
-def _what(result: Result) -> Iterator[str]:
+def _explain_margin(result: Result) -> Iterator[str]:
     """Yield a line on what the margin means; nothing for an item whose verdict does not rest on it."""
     worst = result.worst
     if worst is None or result.reason or result.within_limits:
@@ -63,7 +63,7 @@ def _what(result: Result) -> Iterator[str]:
     yield f"what: {result.item} differs from the reference at {worst.label}: {how}"
 
 
-def _causes(item: Item) -> Iterator[str]:
+def _list_causes(item: Item) -> Iterator[str]:
     """Yield each finding with its repair, if it has one. The message's first line already names the first finding."""
     for index, finding in enumerate(findings(item)):
         told = _without_repair(finding)
@@ -115,7 +115,7 @@ def measures(result: Result) -> Iterator[str]:
     table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=("left", *["right"] * 3))
     yield from (f"  {line}" for line in table.splitlines())
     yield f"  (expected: what rounding to {result.precision} costs the reference; tolerance: the most that passes)"
-    yield from _beyond(worst)
+    yield from _tabulate_failed_checks(worst)
 
 
 # Each statistic of ``parity.judge.statistics`` in words. Signed ones are in standard deviations of rounding's effect.
@@ -131,7 +131,7 @@ _LOOKS = {
 _SIGNED = ("gain", "mistake")
 
 
-def _beyond(tensor: TensorResult) -> Iterator[str]:
+def _tabulate_failed_checks(tensor: TensorResult) -> Iterator[str]:
     """Yield a table of the checks that failed, the worst first."""
     failed = sorted(
         (check for check in tensor.checks if check.margin > 1), key=lambda check: check.margin, reverse=True
@@ -139,7 +139,7 @@ def _beyond(tensor: TensorResult) -> Iterator[str]:
     if not failed:
         return
     rows = [
-        [_look(check), _in_its_unit(check.value, check.statistic), _in_its_unit(check.limit, check.statistic)]
+        [_describe_check(check), _in_its_unit(check.value, check.statistic), _in_its_unit(check.limit, check.statistic)]
         for check in failed
     ]
     headers = ["error of the", "over expected", "limit"]
@@ -153,7 +153,7 @@ def _in_its_unit(value: float, statistic: str) -> str:
     return f"{short(value)} σ" if statistic in _SIGNED else f"{short(value)}x"
 
 
-def _look(check: Check) -> str:
+def _describe_check(check: Check) -> str:
     """Return where a check looks, such as ``slice 18 of dimension 0`` or ``largest element, at [23, 38]``."""
     if found := re.fullmatch(r"dim (\d+) at (\d+)", check.where):
         return f"slice {found[2]} of dimension {found[1]}"

@@ -224,7 +224,8 @@ def page(run: Digest, name: str, runs: Comparison | None = None) -> Page:
     ids = _Ids()
     ranked = {id(item): rank for rank, item in enumerate(sorted(items, key=lambda item: item.severity))}
     views = [
-        _item(item, ids, run.environment.limits, in_full or item.status != "passed", ranked[id(item)]) for item in items
+        _make_item_view(item, ids, run.environment.limits, in_full or item.status != "passed", ranked[id(item)])
+        for item in items
     ]
     cases = tuple(
         CaseView(ids.of(f"case-{case}"), case, tuple(view for view in views if view.item.case == case))
@@ -236,17 +237,19 @@ def page(run: Digest, name: str, runs: Comparison | None = None) -> Page:
         title=name,
         good=run.complete and not run.failed and run.counts["passed"] > 0,
         verdict=_SIGNS.sub("", verdict(run, shown.line)).replace("`", ""),
-        tiles=_tiles(run),
-        environment=_environment(run),
+        tiles=_make_tiles(run),
+        environment=_describe_environment(run),
         columns=columns,
-        rows=tuple(_rows(cases, columns)),
+        rows=tuple(_make_row_views(cases, columns)),
         cases=cases,
         codes=tuple(sorted(titles)),
         notes=tuple((note, plural(count, "item")) for note, count in run.notes.most_common()),
         uncollected=tuple((each.node_id, each.message) for each in run.uncollected.values()),
         omitted=run.counts.total() - len(items),
         baseline=runs.names[0] if runs is not None else "",
-        changes=tuple(_changes(runs, {view.item.name: view.id for view in views})) if runs is not None else (),
+        changes=tuple(_make_change_views(runs, {view.item.name: view.id for view in views}))
+        if runs is not None
+        else (),
     )
 
 
@@ -254,7 +257,7 @@ class _Ids:
     """Turn names into unique ids that a URL can contain."""
 
     def __init__(self) -> None:
-        self._taken: set[str] = set(re.findall(r'\bid="([\w-]+)"', _file("page.html.jinja")))  # the page's own
+        self._taken: set[str] = set(re.findall(r'\bid="([\w-]+)"', _read_file("page.html.jinja")))  # the page's own
 
     def of(self, name: str) -> str:
         slug = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:80] or "item"
@@ -266,13 +269,13 @@ class _Ids:
         return found
 
 
-def _tiles(run: Digest) -> tuple[tuple[str, int, str], ...]:
+def _make_tiles(run: Digest) -> tuple[tuple[str, int, str], ...]:
     counts = [(_WORDS[status], run.counts[status], status) for status in ("failed", "error", "passed", "skipped")]
     others = [("without a result", run.missing, "error"), ("not collected", len(run.uncollected), "error")]
     return tuple((word, count, status) for word, count, status in [*counts, *others] if count)
 
 
-def _environment(run: Digest) -> dict[str, str]:
+def _describe_environment(run: Digest) -> dict[str, str]:
     here = run.environment
     return {
         "kernels": here.kernels,
@@ -283,7 +286,7 @@ def _environment(run: Digest) -> dict[str, str]:
     }
 
 
-def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool, sort: int) -> ItemView:
+def _make_item_view(item: Item, ids: _Ids, limits: str, every_tensor: bool, sort: int) -> ItemView:
     worst, status = item.worst, item.status
     rows = worst_of_each_tensor(item)
     shown = rows if every_tensor else sorted(rows, key=lambda row: -row.tensor.margin)[:1]
@@ -302,7 +305,7 @@ def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool, sort: int) -> 
         headline=failure.headline(item) if failed else worst.reason or f"margin {short(worst.margin)} at {at}",
         findings=tuple(FindingView(each, repair(each) if each.repair else None) for each in failure.findings(item)),
         measures=tuple(failure.measures(worst)) if failed else (),
-        tensors=tuple(_row(row.tensor) for row in shown),
+        tensors=tuple(_make_tensor_row(row.tensor) for row in shown),
         left_out=len(rows) - len(shown),
         pictured=tuple(
             Pictured(f"{tensor.label} ({tensor.shape_label})", found)
@@ -310,33 +313,35 @@ def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool, sort: int) -> 
             if (found := tuple(of_tensor(worst, tensor)))
         ),
         courses=tuple(plot for plot in courses if plot is not None),
-        notes=tuple(_notes(item)),
+        notes=tuple(_list_notes(item)),
         attention=", ".join(dict.fromkeys(result.attention for result in item.results if result.attention)),
         command=failure.reproduce(worst, limits),
     )
 
 
-def _notes(item: Item) -> Iterator[str]:
+def _list_notes(item: Item) -> Iterator[str]:
     yield from dict.fromkeys(note for result in item.results for note in result.notes)
     found = {result.determinism.summary: None for result in item.results if result.determinism is not None}
     yield from (f"built again: {summary}" for summary in found if summary != Determinism().summary)
 
 
-def _row(tensor: TensorResult) -> tuple[str, ...]:
+def _make_tensor_row(tensor: TensorResult) -> tuple[str, ...]:
     mark = MARKS["passed" if tensor.passed else "failed"]
     return (tensor.label, *failure.figures(tensor), f"{mark} {short(tensor.margin)}")
 
 
-def _rows(cases: Sequence[CaseView], columns: Sequence[str]) -> Iterator[RowView]:
+def _make_row_views(cases: Sequence[CaseView], columns: Sequence[str]) -> Iterator[RowView]:
     """Yield the matrix's rows: one for each case and, if it runs over ranks, for each layout of ranks."""
     for case in cases:
         for ranks in dict.fromkeys(view.item.ranks for view in case.items):
             alike = [view for view in case.items if view.item.ranks == ranks]
-            cells = tuple(_cell([view for view in alike if view.item.precision == column]) for column in columns)
+            cells = tuple(
+                _make_cell_view([view for view in alike if view.item.precision == column]) for column in columns
+            )
             yield RowView(case.name, ranks, case.id, cells, max(view.sort for view in alike))
 
 
-def _cell(views: Sequence[ItemView]) -> CellView | None:
+def _make_cell_view(views: Sequence[ItemView]) -> CellView | None:
     if not views:
         return None
     worst = max(views, key=lambda view: view.sort)
@@ -356,19 +361,19 @@ def shade(item: Item) -> float:
     return 0.0 if item.status != "error" else 1.0
 
 
-def _changes(runs: Comparison, ids: Mapping[str, str]) -> Iterator[ChangeView]:
+def _make_change_views(runs: Comparison, ids: Mapping[str, str]) -> Iterator[ChangeView]:
     for kind, changes in runs.changes.items():
         if kind not in AS_BEFORE:
             for change in changes:
-                yield _change(kind, change, growth_in_words(change, kind, runs.noise), ids)
+                yield _make_change_view(kind, change, growth_in_words(change, kind, runs.noise), ids)
 
 
-def _change(kind: Kind, change: Change, growth: str, ids: Mapping[str, str]) -> ChangeView:
-    before, now = (_told(item) for item in (change.before, change.after))
+def _make_change_view(kind: Kind, change: Change, growth: str, ids: Mapping[str, str]) -> ChangeView:
+    before, now = (_describe_status(item) for item in (change.before, change.after))
     return ChangeView(kind, change.item.name, before, now, growth, ids.get(change.item.name, ""))
 
 
-def _told(item: Item | None) -> str:
+def _describe_status(item: Item | None) -> str:
     if item is None:
         return ""
     return f"{MARKS[item.status]} {_WORDS[item.status]} {item.margin}".rstrip()
@@ -389,12 +394,12 @@ def draw_with(plots_by: str, run: Digest, name: str, runs: Comparison | None = N
     """Return the page with another plotting library, or without one. The other arguments are those of ``draw``."""
     view = page(run, name, runs)
     scripts = [plots_by, script()]
-    text = _template().render(
+    text = _load_template().render(
         page=view,
         columns=COLUMNS,
-        style=Markup(_file("page.css")),
+        style=Markup(_read_file("page.css")),
         scripts=[Markup(script) for script in scripts],
-        hashes=Markup(" ".join(f"'sha256-{_hash(script)}'" for script in scripts)),
+        hashes=Markup(" ".join(f"'sha256-{_hash_script(script)}'" for script in scripts)),
         data=Markup(data_of(view.plots)),
     )
     return text + "\n"
@@ -411,37 +416,37 @@ def plotly() -> str:
 
 def script() -> str:
     """Return the page's own script."""
-    return _file("page.js")
+    return _read_file("page.js")
 
 
 def data_of(drawn: dict[str, Plot]) -> str:
     """Return JSON for a script element. No text in it can end the element, or has tags that Plotly would render."""
-    numbers = {key: {"kind": plot.kind, **_escaped(plot.numbers)} for key, plot in drawn.items()}
+    numbers = {key: {"kind": plot.kind, **_escape_texts(plot.numbers)} for key, plot in drawn.items()}
     text = json.dumps(numbers, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _escaped(value: Any) -> Any:
+def _escape_texts(value: Any) -> Any:
     """Escape texts as in HTML, because Plotly renders some tags, and replace NaN and Inf, which JSON lacks, by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str):
         return html.escape(shown.line(value))
     if isinstance(value, dict):
-        return {key: _escaped(entry) for key, entry in value.items()}
-    return [_escaped(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _escape_texts(entry) for key, entry in value.items()}
+    return [_escape_texts(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _hash(script: str) -> str:
+def _hash_script(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _file(name: str) -> str:
+def _read_file(name: str) -> str:
     return (resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def _load_template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True,
         # Control characters become escapes, but not in the page's own markup.
@@ -450,7 +455,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.from_string(_file("page.html.jinja"))
+    return environment.from_string(_read_file("page.html.jinja"))
 
 
 # The content of a page's plots, as plain numbers and in words. The page's script draws them.
@@ -492,7 +497,7 @@ def of_tensor(result: Result, tensor: TensorResult) -> Iterator[Plot]:
             yield _along_axis(result, tensor, profile)
     histogram = picture.histogram
     if histogram is not None and len(histogram.error) == len(histogram.expected) > 0:
-        yield _distribution(histogram)
+        yield _plot_distribution(histogram)
 
 
 def _along_axis(result: Result, tensor: TensorResult, profile: Profile) -> Plot:
@@ -518,7 +523,7 @@ def _along_axis(result: Result, tensor: TensorResult, profile: Profile) -> Plot:
             "expected": finite(profile.expected),
             "spoiled": list(profile.spoiled),
             "axis": name,
-            "parted": _heads(result.size, tensor, profile.axis),
+            "parted": _count_heads(result.size, tensor, profile.axis),
         },
     )
 
@@ -535,7 +540,7 @@ def axis_name(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> str:
     return f"axis {axis}{alike}"
 
 
-def _heads(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> int:
+def _count_heads(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> int:
     """Return into how many heads an axis of a projection's weight is divided, judging by names and sizes; 0 for none.
 
     Heads are groups of rows in projections to queries, keys and values, and of columns in the output projection.
@@ -549,19 +554,19 @@ def _heads(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> int:
     return heads if 1 < heads <= _MOST_HEADS and length > heads and length % heads == 0 else 0
 
 
-def _distribution(histogram: Histogram) -> Plot:
+def _plot_distribution(histogram: Histogram) -> Plot:
     edges = [histogram.start + histogram.width * i for i in range(len(histogram.error))]
     error, expected = ([max(count, 0) for count in bins] for bins in (histogram.error, histogram.expected))
     exact, exact_of_model = (max(count, 0) for count in histogram.exact)
     total, total_of_model = max(sum(error) + exact, 1), max(sum(expected) + exact_of_model, 1)
     filled = [i for i, counts in enumerate(zip(error, expected, strict=True)) if any(counts)]
     kept = slice(filled[0], filled[-1] + 1) if filled else slice(0, 0)
-    none, of_model = _share(exact, total), _share(exact_of_model, total_of_model)
+    none, of_model = _format_share(exact, total), _format_share(exact_of_model, total_of_model)
     beyond = sum(count for edge, count in zip(edges, error, strict=True) if edge >= 1.0)
     return Plot(
         "histogram",
         "how large the elements' errors are",
-        f"{_share(beyond, total)} of the elements have errors of more than 10 times the expected RMS error. "
+        f"{_format_share(beyond, total)} of the elements have errors of more than 10 times the expected RMS error. "
         f"{none} have no error at all; {of_model} are expected to have none.",
         {
             "at": [edge + histogram.width / 2 for edge in edges[kept]],
@@ -572,7 +577,7 @@ def _distribution(histogram: Histogram) -> Plot:
     )
 
 
-def _share(count: int, total: int) -> str:
+def _format_share(count: int, total: int) -> str:
     return f"{short(100 * (count / total))} %"
 
 

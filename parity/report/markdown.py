@@ -107,7 +107,7 @@ class _Cell:
     def cut(self, most: int) -> None:
         """Keep only the worst items, at most this many."""
         if len(self.items) > most:
-            worst = sorted(self.items.items(), key=lambda entry: _severity(entry[1]))[:most]
+            worst = sorted(self.items.items(), key=lambda entry: _rank_item(entry[1]))[:most]
             self.items = dict(worst)
 
     @property
@@ -152,13 +152,13 @@ class Digest:
             self.counts[before.status] -= 1
         earlier = before.results if before else ()
         self.notes.update(note for note in _notes_of(results) if note not in _notes_of(earlier))
-        together = (*earlier, *(_shown(result, self._shapes) for result in results))
+        together = (*earlier, *(_trim_result(result, self._shapes) for result in results))
         cell.items[first.item] = item = Item(tuple(sorted(together, key=lambda result: result.seed)))
         self.counts[item.status] += 1
         self.equals[item.equals] += before is None
         self._results += len(results)
         if self._results > MOST_RESULTS + _SLACK:
-            self._cut()
+            self._keep_worst_items()
 
     @property
     def complete(self) -> bool:
@@ -186,10 +186,10 @@ class Digest:
     def items(self) -> list[Item]:
         """The items that are kept, in an order that does not depend on the workers' speed."""
         if self._results > MOST_RESULTS:
-            self._cut()
+            self._keep_worst_items()
         return in_order(item for cell in self._cells.values() for item in cell.items.values())
 
-    def _cut(self) -> None:
+    def _keep_worst_items(self) -> None:
         """Keep so few items of each cell that at most ``MOST_RESULTS`` results remain, but at least one item."""
         while True:
             for cell in self._cells.values():
@@ -212,7 +212,7 @@ def digest(record: Record) -> Digest:
     return found
 
 
-def _shown(result: Result, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> Result:
+def _trim_result(result: Result, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> Result:
     """Return a result without the parts that no report shows, which take most of its memory.
 
     If the result passed, these parts are its checks, its digests, and all but two of the expected errors.
@@ -236,7 +236,7 @@ def _notes_of(results: Sequence[Result]) -> dict[str, None]:
     return dict.fromkeys(note for result in results for note in result.notes)
 
 
-def _severity(item: Item) -> tuple[int, float, str]:
+def _rank_item(item: Item) -> tuple[int, float, str]:
     """Return a sort key that is smaller for worse items."""
     status, margin = item.severity
     return -status, -margin, item.name
@@ -265,17 +265,17 @@ def draw(run: Digest, name: str) -> str:
         "## Cases by precision",
         draw_matrix(items),
         *_how_to_read(items),
-        *_uncollected(run),
-        *_failures(failed, run.environment.limits),
+        *_draw_uncollected(run),
+        *_draw_failures(failed, run.environment.limits),
         "## Environment",
-        _environment(run.environment),
+        _draw_environment(run.environment),
         *limits_section(run.environment.limits_compared),
-        *_skips(skipped),
-        *_notes(run, items),
-        *_determinism([result for item in items for result in item.results]),
+        *_draw_skips(skipped),
+        *_draw_notes(run, items),
+        *_draw_determinism([result for item in items for result in item.results]),
         "## Case by case",
-        *_omitted(run),
-        *_cases(items),
+        *_describe_omitted(run),
+        *_draw_cases(items),
     ]
     return shown.text("\n\n".join(sections) + "\n")
 
@@ -285,10 +285,10 @@ def verdict(run: Digest, prose: Callable[[str], str] = shown.prose) -> str:
     items, counts = run.items, run.counts
     ran = counts.total() - counts["skipped"]
     if run.failed:
-        worst = _worst([item for item in items if item.status == "failed"])
+        worst = _describe_worst([item for item in items if item.status == "failed"])
         head = f"{FAILED} {run.failed} of {plural(ran, 'item')} failed{worst}"
     elif ran:
-        worst = _worst([item for item in items if item.status == "passed"])
+        worst = _describe_worst([item for item in items if item.status == "passed"])
         head = f"{PASSED if run.complete else '⚠️'} {ran} of {plural(ran, 'item')} passed{worst}"
     else:
         head = "⚠️ nothing was compared"
@@ -317,13 +317,13 @@ def _not_compared(run: Digest) -> Iterator[str]:
         yield f"{' and '.join(told)} not collected"
 
 
-def _worst(items: Sequence[Item]) -> str:
+def _describe_worst(items: Sequence[Item]) -> str:
     """Return a text with the largest margin among the items; empty if no verdict rests on one."""
     worst = max((item for item in items if item.margin), key=lambda item: item.severity, default=None)
     return f", worst margin {worst.margin} at {shown.code(worst.name)}" if worst else ""
 
 
-def _environment(environment: Environment) -> str:
+def _draw_environment(environment: Environment) -> str:
     rows = {name: shown.prose(value) for name, value in environment.facts.items()}
     rows["kernels"] = f"**{shown.prose(environment.kernels)}**"
     rows["seeds"] = seeds(environment.seeds)
@@ -356,7 +356,7 @@ def _how_to_read(items: Sequence[Item]) -> Iterator[str]:
     yield "</details>"
 
 
-def _uncollected(run: Digest) -> Iterator[str]:
+def _draw_uncollected(run: Digest) -> Iterator[str]:
     """Yield the section on pairs and files that were not collected, with the reasons."""
     if run.uncollected:
         yield "## Not collected"
@@ -366,7 +366,7 @@ def _uncollected(run: Digest) -> Iterator[str]:
         yield shown.fence(each.message.splitlines())
 
 
-def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
+def _draw_failures(failed: Sequence[Item], table: str) -> Iterator[str]:
     if failed:
         yield "## Failed"
     for item in failed:
@@ -376,7 +376,7 @@ def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
             yield "\n".join(
                 f"- **{shown.prose(finding.name)}**: {shown.prose(finding.message)}" for finding in findings
             )
-            yield from _repairs(findings)
+            yield from _draw_repairs(findings)
         headline, *more = failure.headline(item).split("\n")
         yield shown.prose(headline)
         if more := [*more, *failure.measures(item.worst)]:
@@ -389,7 +389,7 @@ def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
         yield shown.fence([failure.reproduce(item.worst, table)])
 
 
-def _repairs(findings: Sequence[Finding]) -> Iterator[str]:
+def _draw_repairs(findings: Sequence[Finding]) -> Iterator[str]:
     """Yield the lines of code that the findings would change, if they name any."""
     lines = []
     for one in dict.fromkeys(repair(finding) for finding in findings):
@@ -398,7 +398,7 @@ def _repairs(findings: Sequence[Finding]) -> Iterator[str]:
         yield shown.fence(lines)
 
 
-def _skips(skipped: Sequence[Item]) -> Iterator[str]:
+def _draw_skips(skipped: Sequence[Item]) -> Iterator[str]:
     if not skipped:
         return
     yield "## Skipped"
@@ -408,7 +408,7 @@ def _skips(skipped: Sequence[Item]) -> Iterator[str]:
     yield "\n".join(f"- {shown.prose(reason)}: {', '.join(names)}" for reason, names in by_reason.items())
 
 
-def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
+def _draw_notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
     """Yield the section on what comparisons leave unproven: each note once, including those of items not shown."""
     by_note: dict[str, dict[str, None]] = {}
     for item in items:
@@ -418,16 +418,18 @@ def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
         by_note.setdefault(note, {})
     if by_note:
         yield "## Notes"
-        yield "\n".join(f"- {shown.prose(note)} ({_named(names, run.notes[note])})" for note, names in by_note.items())
+        yield "\n".join(
+            f"- {shown.prose(note)} ({_list_names(names, run.notes[note])})" for note, names in by_note.items()
+        )
 
 
-def _named(names: Collection[str], count: int) -> str:
+def _list_names(names: Collection[str], count: int) -> str:
     """Return the names of the items that are shown, and how many more there are."""
     others = count - len(names)
     return ", ".join([*names, *([f"{plural(others, 'item')} not shown here"] if others else [])])
 
 
-def _determinism(results: Sequence[Result]) -> Iterator[str]:
+def _draw_determinism(results: Sequence[Result]) -> Iterator[str]:
     """Yield the section on how many candidates gave the same bytes again, and what the others did."""
     by_summary: dict[str, dict[str, None]] = {}
     for result in results:
@@ -443,7 +445,7 @@ def _determinism(results: Sequence[Result]) -> Iterator[str]:
         )
 
 
-def _omitted(run: Digest) -> Iterator[str]:
+def _describe_omitted(run: Digest) -> Iterator[str]:
     omitted = run.counts.total() - len(run.items)
     if omitted:
         yield (
@@ -452,7 +454,7 @@ def _omitted(run: Digest) -> Iterator[str]:
         )
 
 
-def _cases(items: Sequence[Item]) -> Iterator[str]:
+def _draw_cases(items: Sequence[Item]) -> Iterator[str]:
     yield "Of items that passed, the worst tensor is shown; the page beside this file and the record have the others."
     for case in dict.fromkeys(item.case for item in items):
         of_case = [item for item in items if item.case == case and item.worst.tensors]
@@ -463,12 +465,12 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
         told = f"worst {verdict_of(worst)} at {shown.in_html(worst.precision)}"
         yield f"<summary><code>{shown.in_html(case)}</code>: {told}</summary>"
         yield from _expected_fp32(of_case)
-        yield from _attention(of_case)
+        yield from _describe_attention(of_case)
         many_seeds = any(len(item.results) > 1 for item in of_case)
         trained = [result for item in of_case for result in item.results if result.steps]
         if trained:
             yield summary(trained)
-        rows = [row for item in of_case for row in _rows(item, many_seeds)]
+        rows = [row for item in of_case for row in _make_rows(item, many_seeds)]
         headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
         yield markdown_table(rows, headers, left=_TEXT_COLUMNS)
         yield "</details>"
@@ -492,7 +494,7 @@ def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
     )
 
 
-def _attention(items: Sequence[Item]) -> Iterator[str]:
+def _describe_attention(items: Sequence[Item]) -> Iterator[str]:
     """Yield a sentence on which attention backends TE ran at which precisions and sizes."""
     ran: dict[str, dict[str, None]] = {}
     for item in items:
@@ -506,16 +508,16 @@ def _attention(items: Sequence[Item]) -> Iterator[str]:
         )
 
 
-def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
+def _make_rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
     """Yield a row for each tensor, at its worst seed. If the item passed, yield only the worst tensor's row."""
     worst: Sequence[AtWorst] = worst_of_each_tensor(item)
     if item.status == "passed":
         worst = [max(worst, key=lambda one: one.tensor.margin)]
     for one in worst:
-        yield _row(one.result, one.tensor) + ([f"{one.result.seed} of {one.seeds}"] if many_seeds else [])
+        yield _make_row(one.result, one.tensor) + ([f"{one.result.seed} of {one.seeds}"] if many_seeds else [])
 
 
-def _row(result: Result, tensor: TensorResult) -> list[str]:
+def _make_row(result: Result, tensor: TensorResult) -> list[str]:
     return [
         shown.prose(result.precision),
         shown.prose("-".join(filter(None, (result.size_label, result.forced_attention)))),
@@ -606,11 +608,11 @@ def write(curves: Sequence[Curve], path: Path) -> Path | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if plot is not None:
         drawn(curves).savefig(plot, dpi=110)
-    path.write_text(shown.text("\n\n".join(_sections(curves, plot)) + "\n"), encoding="utf-8")
+    path.write_text(shown.text("\n\n".join(_draw_sections(curves, plot)) + "\n"), encoding="utf-8")
     return plot
 
 
-def _sections(curves: Sequence[Curve], plot: Path | None) -> Iterator[str]:
+def _draw_sections(curves: Sequence[Curve], plot: Path | None) -> Iterator[str]:
     yield "# Trainings"
     backends = {curve.result.backend for curve in curves}
     if "cpu" in backends:

@@ -58,17 +58,17 @@ class Record:
 
 def environment_line(environment: Environment) -> str:
     """Return the first line of a record."""
-    return _line("environment", environments.to_json(environment))
+    return _format_line("environment", environments.to_json(environment))
 
 
 def result_line(result: Result) -> str:
     """Return a result's line. Sizes that JSON cannot represent, such as a dtype, become text."""
-    return _line("result", to_json(result))
+    return _format_line("result", to_json(result))
 
 
 def uncollected_line(uncollected: Uncollected) -> str:
     """Return the line for a pair or a file that could not be collected."""
-    return _line("uncollected", asdict(uncollected))
+    return _format_line("uncollected", asdict(uncollected))
 
 
 def environment_of(line: str) -> Environment:
@@ -157,7 +157,7 @@ _KINDS: Mapping[str, Callable[[Any], Environment | Result | Uncollected]] = {
 }
 
 
-def _line(kind: str, content: Mapping[str, Any]) -> str:
+def _format_line(kind: str, content: Mapping[str, Any]) -> str:
     return json.dumps({kind: content}, allow_nan=False, ensure_ascii=False, default=str) + "\n"
 
 
@@ -185,12 +185,12 @@ class Item:
     @property
     def worst(self) -> Result:
         """The result with the largest margin among those with the item's status."""
-        return max(self.results, key=_severity)
+        return max(self.results, key=_rank_result)
 
     @property
     def severity(self) -> tuple[int, float]:
         """Return a key by which items can be sorted, larger for worse ones: the status first, then the margin."""
-        return _severity(self.worst)
+        return _rank_result(self.worst)
 
     @property
     def margin(self) -> str:
@@ -232,7 +232,7 @@ class Item:
         return self.results[0].ranks
 
 
-def _severity(result: Result) -> tuple[int, float]:
+def _rank_result(result: Result) -> tuple[int, float]:
     return -WORST_FIRST.index(result.status), -math.inf if math.isnan(result.margin) else result.margin
 
 
@@ -302,7 +302,7 @@ def draw_matrix(items: Sequence[Item]) -> str:
         of_case = [item for item in items if item.case == case]
         for ranks in dict.fromkeys(item.ranks for item in of_case):
             alike = [item for item in of_case if item.ranks == ranks]
-            cells = [_cell([item for item in alike if item.precision == precision]) for precision in columns]
+            cells = [_draw_cell([item for item in alike if item.precision == precision]) for precision in columns]
             rows.append([shown.code(case) + (f", {shown.prose(ranks)}" if ranks else ""), *cells])
     return markdown_table(rows, ["case", *map(shown.prose, columns)])
 
@@ -314,6 +314,6 @@ def verdict_of(item: Item) -> str:
     return f"{_SIGNS[item.status]} {shown.prose(f'{item.margin or item.status}{item.equals}')}"
 
 
-def _cell(items: Sequence[Item]) -> str:
+def _draw_cell(items: Sequence[Item]) -> str:
     """Return the verdict of the worst of these items; empty if there are none."""
     return verdict_of(max(items, key=lambda item: item.severity)) if items else ""

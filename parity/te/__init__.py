@@ -84,12 +84,12 @@ def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
         process.use_huge_pages()
         process.keep_freed()
         with on_cpu():
-            return Kernels("cpu", torch.device("cpu"), _import())
+            return Kernels("cpu", torch.device("cpu"), _import_te())
     if loader.is_loaded():
         raise BackendUnavailable("this process has already loaded TransformerEngine on the CPU kernels")
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        te = _import()
+        te = _import_te()
         _as_if_compiled()
         return Kernels("gpu", device, te)
     except Exception as error:  # each of TE's libraries, and its checks of them, raises something else
@@ -136,7 +136,7 @@ def serve_imports() -> None:
         sys.meta_path.insert(0, loader.CpuFinder(lambda: why_no_gpu() is not None))
 
 
-def _import() -> ModuleType:
+def _import_te() -> ModuleType:
     name = "transformer_engine.pytorch"
     with _lock, nullcontext() if name in sys.modules else lasting():
         try:

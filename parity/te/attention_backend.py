@@ -92,18 +92,18 @@ def attention_backends(forced: AttentionBackend | None = None) -> Iterator[dict[
     def note(module: nn.Module, _: Any) -> None:
         for backend, name in _CLASSES.items():
             if _is_of_te(module, name):
-                ran.setdefault(_described(backend), None)
+                ran.setdefault(_describe_backend(backend), None)
 
     hook = register_module_forward_pre_hook(note)
     refusals: list[str] = []
     variables = {} if forced is None else {name: str(int(b == forced)) for b, name in _VARIABLES.items()}
     try:
-        with te_variables(variables), _picked_anew(), _logged(refusals if forced else None):
+        with te_variables(variables), _picked_anew(), _redirect_log(refusals if forced else None):
             yield ran
     except ValueError as error:
         if forced is None or _NONE_LEFT not in str(error):
             raise
-        why = _why(forced, refusals)
+        why = _find_reasons(forced, refusals)
         raise NotOffered(f"TransformerEngine does not offer {forced} attention here: {why}") from error
     finally:
         hook.remove()
@@ -113,7 +113,7 @@ def _is_of_te(module: nn.Module, name: str) -> bool:
     return type(module).__name__ == name and is_of_te(type(module))
 
 
-def _described(backend: str) -> str:
+def _describe_backend(backend: str) -> str:
     """Return the backend with what TE says about it: flash-attention's version, or which of cuDNN's kernels."""
     picked = sys.modules[_PACKAGE]._attention_backends
     if backend == "flash" and picked["flash_attention_backend"] is not None:
@@ -127,14 +127,14 @@ def _described(backend: str) -> str:
 @contextmanager
 def _picked_anew() -> Iterator[None]:
     """Make TE forget its pick before and after."""
-    _forget()
+    _forget_pick()
     try:
         yield
     finally:
-        _forget()
+        _forget_pick()
 
 
-def _forget() -> None:
+def _forget_pick() -> None:
     package = sys.modules.get(_PACKAGE)
     if package is not None:
         package._attention_backends["backend_selection_requires_update"] = True
@@ -150,7 +150,7 @@ class _Collecting(logging.Handler):
 
 
 @contextmanager
-def _logged(messages: list[str] | None) -> Iterator[None]:
+def _redirect_log(messages: list[str] | None) -> Iterator[None]:
     """Send what TE logs about its picks in this context only to ``messages``; change nothing if that is None."""
     if messages is None or _UTILS not in sys.modules:
         yield
@@ -167,7 +167,7 @@ def _logged(messages: list[str] | None) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _why(backend: str, messages: list[str]) -> str:
+def _find_reasons(backend: str, messages: list[str]) -> str:
     """Return TE's reasons in its own words."""
     if backend == "flash":
         installed = sys.modules[_UTILS].FlashAttentionUtils

@@ -57,7 +57,7 @@ def fresh_quantization() -> Iterator[None]:
     }
     manager.reset()
     try:
-        with _entering(manager, _refuse_without_model):
+        with _watch_autocast(manager, _refuse_without_model):
             yield
     finally:
         for name, value in before.items():
@@ -65,7 +65,7 @@ def fresh_quantization() -> Iterator[None]:
 
 
 @contextmanager
-def _entering(manager: Any, look: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+def _watch_autocast(manager: Any, look: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """Show the arguments of each ``te.autocast`` that is entered to a function, which may change them."""
     entered = vars(manager)["autocast_enter"]
     signature = inspect.signature(entered.__func__)
@@ -149,16 +149,16 @@ def settled(
     ran = run()
     # A pass settles at least one tensor, unless each pass computes something else: with other numbers, or with modules
     # that it creates, whose scales TE keeps as well.
-    most = warmup_passes + len(_scales()) if warmup_passes else 0
+    most = warmup_passes + len(_copy_scales()) if warmup_passes else 0
     for passes in range(1, most + 1):
-        before = _scales()
+        before = _copy_scales()
         ran = run()
-        if passes >= warmup_passes and on_all_ranks(_fit(before, _scales())):
+        if passes >= warmup_passes and on_all_ranks(_do_scales_fit(before, _copy_scales())):
             break
     return ran
 
 
-def _scales() -> list[Tensor]:
+def _copy_scales() -> list[Tensor]:
     """Return copies of the scales of each group of tensors that TE keeps a history of."""
     manager = state_manager()
     if manager is None:
@@ -167,7 +167,7 @@ def _scales() -> list[Tensor]:
     return [scale.clone() for scales in buffers.values() for scale in scales]
 
 
-def _fit(used: list[Tensor], asked_for: list[Tensor]) -> bool:
+def _do_scales_fit(used: list[Tensor], asked_for: list[Tensor]) -> bool:
     """Return whether a pass used scales that fit its own numbers."""
     if len(used) != len(asked_for):
         return False
@@ -230,42 +230,42 @@ def fresh_caches() -> Iterator[None]:
     with ExitStack() as stack:
         for module, names in _CACHES.items():
             for name in names:
-                stack.enter_context(_holding(_held(module, name), None))
-        alibi = _held(*_ALIBI)
+                stack.enter_context(_replace_cache_content(_find_cache(module, name), None))
+        alibi = _find_cache(*_ALIBI)
         # Without slopes TE computes slopes and biases anew, whatever else the cache holds.
-        stack.enter_context(_holding(alibi, dict.fromkeys(alibi or ())))
+        stack.enter_context(_replace_cache_content(alibi, dict.fromkeys(alibi or ())))
         for module, values in _SWITCHES.items():
-            stack.enter_context(_switched(module, values))
+            stack.enter_context(_switch_attributes(module, values))
         yield
 
 
-def _held(module: str, name: str) -> Any:
+def _find_cache(module: str, name: str) -> Any:
     """Return the cache, or None if there is none."""
     return getattr(sys.modules.get(module), name, None)
 
 
 @contextmanager
-def _holding(cache: Any, content: Any) -> Iterator[None]:
+def _replace_cache_content(cache: Any, content: Any) -> Iterator[None]:
     """Let the dict or list hold only this content in the context; it stays the same object."""
     if cache is None:
         yield
         return
     before = cache.copy()
-    _refill(cache, content)
+    _refill_cache(cache, content)
     try:
         yield
     finally:
-        _refill(cache, before)
+        _refill_cache(cache, before)
 
 
-def _refill(cache: Any, content: Any) -> None:
+def _refill_cache(cache: Any, content: Any) -> None:
     cache.clear()
     if content:
         (cache.update if isinstance(cache, dict) else cache.extend)(content)
 
 
 @contextmanager
-def _switched(module: str, values: dict[str, Any]) -> Iterator[None]:
+def _switch_attributes(module: str, values: dict[str, Any]) -> Iterator[None]:
     loaded = sys.modules.get(module)
     before = {name: getattr(loaded, name) for name in values if hasattr(loaded, name)}
     for name in before:
@@ -304,11 +304,11 @@ def own_recipes(has_recipe: bool, left_out: bool = False) -> Iterator[list[str]]
     def look(given: dict[str, Any]) -> None:
         is_the_precisions = has_recipe and state.autocast_depth == 0
         if not is_the_precisions and given.get("enabled") and not _is_current(state, given.get("fp8_recipe")):
-            seen.append(_told(given.get("fp8_recipe")))
+            seen.append(_describe_recipe(given.get("fp8_recipe")))
             if left_out:
                 given |= {"enabled": state.fp8_enabled, "fp8_recipe": state.fp8_recipe}
 
-    with _entering(manager, look):
+    with _watch_autocast(manager, look):
         yield seen
 
 
@@ -316,7 +316,7 @@ def _is_current(state: Any, recipe: Any) -> bool:
     return bool(state.fp8_enabled) and type(recipe) is type(state.fp8_recipe)
 
 
-def _told(recipe: Any) -> str:
+def _describe_recipe(recipe: Any) -> str:
     name = "TE's default recipe" if recipe is None else type(recipe).__name__
     line = line_running()
     return f"{name} at {line}" if line else name
@@ -345,16 +345,16 @@ class Recomputes:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Note every call of one of TE's modules in this context."""
-        hook = register_module_forward_pre_hook(self._note)
+        hook = register_module_forward_pre_hook(self._note_recipe)
         try:
             yield
         finally:
             hook.remove()
 
-    def _note(self, module: nn.Module, _: Any) -> None:
+    def _note_recipe(self, module: nn.Module, _: Any) -> None:
         if any(is_of_te(kind) for kind in type(module).__mro__):
             in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
-            (self._again if in_backward else self._forward).setdefault(module, set()).add(_recipe())
+            (self._again if in_backward else self._forward).setdefault(module, set()).add(_name_active_recipe())
 
     @property
     def otherwise(self) -> list[str]:
@@ -364,22 +364,22 @@ class Recomputes:
             if not again <= before:
                 name = self._names.get(module) or type(module).__name__
                 return [
-                    f"{name} runs under {_listed(before)} in the forward pass, but under {_listed(again - before)} "
-                    "when the backward pass recomputes it, so the gradients do not belong to what the forward pass "
-                    "computed; use te.checkpoint instead of torch.utils.checkpoint, or enter the same te.autocast in "
-                    "the second context that its context_fn returns"
+                    f"{name} runs under {_join_recipes(before)} in the forward pass, but under "
+                    f"{_join_recipes(again - before)} when the backward pass recomputes it, so the gradients do not "
+                    "belong to what the forward pass computed; use te.checkpoint instead of torch.utils.checkpoint, "
+                    "or enter the same te.autocast in the second context that its context_fn returns"
                 ]
         return []
 
 
-def _recipe() -> str:
+def _name_active_recipe() -> str:
     manager = state_manager()
     if manager is None or not manager.is_fp8_enabled():
         return "no recipe"
     return type(manager.get_fp8_recipe()).__name__
 
 
-def _listed(recipes: set[str]) -> str:
+def _join_recipes(recipes: set[str]) -> str:
     return " and ".join(sorted(recipes))
 
 
@@ -492,15 +492,16 @@ def check(candidate: nn.Module, precision: Precision) -> None:
     dtype = str(precision.dtype)
     if quantized and precision.recipe is None:
         raise UserError(
-            f"the candidate holds {_some(list(quantized))} quantized (te.quantized_model_init), so it cannot compute "
-            f"in {precision.name}; list only the recipe's precision in the pair's precisions, or build the module "
-            "without quantized_model_init"
+            f"the candidate holds {_summarize_names(list(quantized))} quantized (te.quantized_model_init), so it "
+            f"cannot compute in {precision.name}; list only the recipe's precision in the pair's precisions, or build "
+            "the module without quantized_model_init"
         )
     others = [name for name, parameter in quantized.items() if parameter.dtype is not precision.dtype]
     if others:
         raise UserError(
-            f"TE keeps the quantized {_some(others)} in {quantized[others[0]].dtype} whatever module.to({dtype}) says, "
-            f"and {precision.name} computes in {dtype}; build the module with params_dtype={dtype}"
+            f"TE keeps the quantized {_summarize_names(others)} in {quantized[others[0]].dtype} whatever "
+            f"module.to({dtype}) says, and {precision.name} computes in {dtype}; build the module with "
+            f"params_dtype={dtype}"
         )
 
 
@@ -545,7 +546,7 @@ def stale_transposes(module: nn.Module, in_a_graph: bool = False) -> dict[str, T
     return found
 
 
-def _some(names: list[str]) -> str:
+def _summarize_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -601,11 +602,11 @@ def slots(module: nn.Module) -> Iterator[Slot]:
         for meta in found:
             if isinstance(meta, Mapping):
                 forward = _FORWARD if metas is None else _FORWARD[:2]
-                yield from _of(path, one, meta, "scaling_fwd", forward, "max_fwd")
-                yield from _of(path, one, meta, "scaling_bwd", _BACKWARD, "max_bwd")
+                yield from _find_slots(path, one, meta, "scaling_fwd", forward, "max_fwd")
+                yield from _find_slots(path, one, meta, "scaling_bwd", _BACKWARD, "max_bwd")
 
 
-def _of(
+def _find_slots(
     path: str, module: nn.Module, meta: Mapping[str, Any], key: str, roles: tuple[Role, ...], largest: str
 ) -> Iterator[Slot]:
     kept = meta.get(key)
@@ -613,7 +614,7 @@ def _of(
     if not isinstance(history, Tensor) or not isinstance(scales, Tensor):
         return
     recipe = meta["recipe"]
-    gemms = _weights(path, module)
+    gemms = _list_gemm_weights(path, module)
     for place in range(len(scales)):
         gemm, role = divmod(place, len(roles))
         weights = gemms[gemm] if gemm < len(gemms) else ()
@@ -621,7 +622,7 @@ def _of(
         yield Slot(path, (key, place), roles[role], weights, history[:, place], scales[place], recipe, limit)
 
 
-def _weights(path: str, module: nn.Module) -> list[tuple[str, ...]]:
+def _list_gemm_weights(path: str, module: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of the weights of each of a module's GEMMs."""
     own = [name for name, one in module.named_parameters(recurse=False) if one.dim() > 1]
     together = [name for name in getattr(module, "weight_names", ()) if name in own]  # concatenated for one GEMM

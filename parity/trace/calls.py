@@ -43,7 +43,7 @@ def tracing(module: nn.Module, with_graph: bool = False) -> Iterator[Trace]:
         with_graph: whether tensors are kept with the graph that autograd needs, instead of being detached.
     """
     recorder = _Recorder(module, with_graph)
-    with _counting(module, recorder.frames), recorder:
+    with _track_frames(module, recorder.frames), recorder:
         yield recorder.trace
 
 
@@ -55,7 +55,7 @@ def edited(module: nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
         Misfit: while the module runs, if it does not make the same calls as when it was traced.
     """
     editor = _Editor(edits)
-    with _counting(module, editor.frames), editor:
+    with _track_frames(module, editor.frames), editor:
         yield
 
 
@@ -81,7 +81,7 @@ class _Frames:
 
 
 @contextmanager
-def _counting(module: nn.Module, frames: _Frames) -> Iterator[None]:
+def _track_frames(module: nn.Module, frames: _Frames) -> Iterator[None]:
     names = {id(submodule): name for name, submodule in module.named_modules()}
 
     def enter(submodule: nn.Module, args: Any) -> None:
@@ -128,30 +128,33 @@ class _Recorder(TorchFunctionMode):
                 self.trace.read |= {value.number for value in read if value is not None}
             return result
         site = self.frames.site(canonical_name(func))
-        values = {id(x): self._value(x, Value(-1, site, i, False)) for i, x in enumerate(tensors_in((args, kwargs)))}
-        named_args, named_kwargs = _named((args, kwargs), values)
+        values = {
+            id(x): self._find_or_add_value(x, Value(-1, site, i, False))
+            for i, x in enumerate(tensors_in((args, kwargs)))
+        }
+        named_args, named_kwargs = _replace_by_values((args, kwargs), values)
         returned = changed if changed is not None else result
         values |= {
-            id(x): self._renew(x, Value(-1, site, i, True))
+            id(x): self._add_value(x, Value(-1, site, i, True))
             for i, x in enumerate(tensors_in(returned))
             if x is changed or id(x) not in values
         }
-        results = _named(returned, values)
+        results = _replace_by_values(returned, values)
         call = Call(site, canonical_name(func), func, named_args, named_kwargs, results)
         self.trace.add(call)
         self._note_what_changed(sharing, changed, call)
         return result
 
-    def _value(self, tensor: Tensor, where: Value) -> Value:
+    def _find_or_add_value(self, tensor: Tensor, where: Value) -> Value:
         known = self._numbers.get(id(tensor))
         if known is not None:
             return known
-        value = self._renew(tensor, where)
+        value = self._add_value(tensor, where)
         if id(tensor) in self._written:
             self.trace.note_producer(value, self._written.pop(id(tensor)))
         return value
 
-    def _renew(self, tensor: Tensor, where: Value) -> Value:
+    def _add_value(self, tensor: Tensor, where: Value) -> Value:
         value = Value(len(self.trace.tensors), where.site, where.position, where.returned)
         self._numbers[id(tensor)] = value
         self._alive.append(tensor)
@@ -209,7 +212,7 @@ class _Editor(TorchFunctionMode):
             return result
         site = self.frames.site(name)
         needed = self._needed.get(site, ())
-        self._find(needed, False, (args, kwargs))
+        self._collect_needed_tensors(needed, False, (args, kwargs))
         edits = self._edits.get(site, ())
         in_place = changed is not None and bool(edits) and isinstance(result, Tensor)
         if in_place:
@@ -221,10 +224,10 @@ class _Editor(TorchFunctionMode):
             result = one.compute(result, *(self._found_value(value) for value in one.needs))
         if in_place and changed is not None:
             result = changed.copy_(result)  # the caller continues with the tensor that the call changes
-        self._find(needed, True, result if changed is None else changed)
+        self._collect_needed_tensors(needed, True, result if changed is None else changed)
         return result
 
-    def _find(self, needed: Sequence[Value], returned: bool, tree: Any) -> None:
+    def _collect_needed_tensors(self, needed: Sequence[Value], returned: bool, tree: Any) -> None:
         wanted = [value for value in needed if value.returned is returned]
         if wanted:
             tensors = tensors_in(tree)
@@ -251,19 +254,19 @@ def without_gradient(arguments: Any, position: int) -> Any:
     return tree_unflatten(leaves, structure)
 
 
-def _opened(function: Any) -> Any:
+def _expose_inner_calls(function: Any) -> Any:
     """Return a function of ``torch.nn.functional`` that shows a mode its own calls, and not only a single one."""
     seen = {**function.__globals__, "has_torch_function": lambda tensors: False}
     return FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
 
 
-def _glu(input: Tensor, dim: int = -1) -> Tensor:
+def _compute_glu(input: Tensor, dim: int = -1) -> Tensor:
     """Compute ``F.glu`` by several calls, because a mode sees it as a single one."""
     up, gate = input.chunk(2, dim)
     return up * gate.sigmoid()
 
 
-_OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward), F.glu: _glu}
+_OPENED = {F.multi_head_attention_forward: _expose_inner_calls(F.multi_head_attention_forward), F.glu: _compute_glu}
 
 
 @functools.lru_cache(4096)
@@ -289,7 +292,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def _named(tree: Any, values: Mapping[int, Value]) -> Any:
+def _replace_by_values(tree: Any, values: Mapping[int, Value]) -> Any:
     """Return the tree with each tensor replaced by its value, looked up by the tensor's id."""
     return mapped(tree, lambda tensor: values[id(tensor)])
 
@@ -354,13 +357,13 @@ class _Product:
     def __init__(self, operands: tuple[Tensor, ...], result: Tensor) -> None:
         self.operands = operands
         self.result = result
-        self._versions = self._current()
+        self._versions = self._read_versions()
 
     def is_intact(self) -> bool:
         """Return whether nothing was written to the tensors since the GEMM."""
-        return self._versions == self._current()
+        return self._versions == self._read_versions()
 
-    def _current(self) -> list[int]:
+    def _read_versions(self) -> list[int]:
         return [x._version for x in (*self.operands, self.result)]
 
     @cached_property
@@ -376,7 +379,7 @@ class _Product:
     @cached_property
     def norms(self) -> tuple[float, float]:
         """The norms of the left and the right operand."""
-        return _norm(self.operands[-2]), _norm(self.operands[-1])
+        return _compute_norm(self.operands[-2]), _compute_norm(self.operands[-1])
 
 
 class Products:
@@ -402,7 +405,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _is_gemm(func, args, kwargs):
-            self._products.made[func, _shapes(args)].append(_Product(tuple(args), result))
+            self._products.made[func, _list_shapes(args)].append(_Product(tuple(args), result))
         return result
 
 
@@ -413,8 +416,8 @@ class _Reusing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_gemm(func, args, kwargs):
-            product = next(self._left.get((func, _shapes(args)), iter(())), None)
-            changed = None if product is None else _changed(product, func, args)
+            product = next(self._left.get((func, _list_shapes(args)), iter(())), None)
+            changed = None if product is None else _compute_from_golden(product, func, args)
             if changed is not None:
                 return changed
         return func(*args, **(kwargs or {}))
@@ -424,16 +427,16 @@ def _is_gemm(func: Any, args: Any, kwargs: Any) -> bool:
     return func in _MULTIPLY and not kwargs and all(x.dtype == torch.float64 for x in args)
 
 
-def _shapes(operands: tuple[Tensor, ...]) -> Shapes:
+def _list_shapes(operands: tuple[Tensor, ...]) -> Shapes:
     return tuple(x.shape for x in operands)
 
 
-def _changed(product: _Product, func: Any, operands: tuple[Tensor, ...]) -> Tensor | None:
+def _compute_from_golden(product: _Product, func: Any, operands: tuple[Tensor, ...]) -> Tensor | None:
     """Return a GEMM computed from golden's, or None if that would be less accurate or no faster."""
     *before, right = zip(operands, product.operands, strict=True)
-    if not product.is_intact() or _change(*right) is not None:
+    if not product.is_intact() or _find_change(*right) is not None:
         return None
-    *addends, left = [_change(x, golden) for x, golden in before]
+    *addends, left = [_find_change(x, golden) for x, golden in before]
     if any(addend is not None for addend in addends):
         return None
     if left is None:
@@ -453,12 +456,12 @@ class _Change(NamedTuple):
     norm: float
 
 
-def _change(x: Tensor, golden: Tensor) -> _Change | None:
+def _find_change(x: Tensor, golden: Tensor) -> _Change | None:
     """Return the change of an operand, or None if it has not changed."""
     if x.data_ptr() == golden.data_ptr() and x.stride() == golden.stride():
         return None
     change = x - golden
-    norm = _norm(change)
+    norm = _compute_norm(change)
     return _Change(change, norm) if norm != 0.0 else None
 
 
@@ -474,10 +477,10 @@ def _factors_of_rows(change: Tensor, golden: Tensor) -> Tensor | None:
         some, of_golden = change[..., rows, :], golden[..., rows, :]
         squares = of_golden.square().sum(-1, keepdim=True)
         factors = (some * of_golden).sum(-1, keepdim=True) / squares.clamp_(min=torch.finfo(squares.dtype).tiny)
-        if _norm(torch.addcmul(some, factors, of_golden, value=-1.0)) > _LOST * _norm(some):
+        if _compute_norm(torch.addcmul(some, factors, of_golden, value=-1.0)) > _LOST * _compute_norm(some):
             return None
     return factors
 
 
-def _norm(x: Tensor) -> float:
+def _compute_norm(x: Tensor) -> float:
     return torch.linalg.vector_norm(x).item()

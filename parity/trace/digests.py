@@ -57,8 +57,8 @@ class Trace:
         """Record the outputs of the module and its parts from now on, and the gradients that reach them."""
         for name, part in module.named_modules():
             label = f"{name or 'the module'} ({type(part).__name__})"
-            part.register_forward_pre_hook(functools.partial(self._enter, label))
-            part.register_forward_hook(functools.partial(self._leave, label))
+            part.register_forward_pre_hook(functools.partial(self._enter_module, label))
+            part.register_forward_hook(functools.partial(self._leave_module, label))
 
     @contextmanager
     def of_kernels(self) -> Iterator[None]:
@@ -71,43 +71,43 @@ class Trace:
         }
         try:
             for name, function in kernels.items():
-                setattr(extension, name, self._noted(name, function))
+                setattr(extension, name, self._wrap_function(name, function))
             yield
         finally:
             for name, function in kernels.items():
                 setattr(extension, name, function)
 
-    def _noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_function(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            if any(True for _ in _tensors(result)):
-                self._note(name, result)
+            if any(True for _ in _find_plain_tensors(result)):
+                self._add_event(name, result)
             return result
 
         return noted
 
-    def _note(self, what: str, values: Any) -> None:
+    def _add_event(self, what: str, values: Any) -> None:
         backward = f"the backward pass of {self._backward}" if self._backward else "no module"
         place = f"the forward pass of {self._forward[-1]}" if self._forward else backward
         self.events.append(Event(what, place, digest_of(values)))
 
-    def _enter(self, label: str, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, label: str, module: nn.Module, args: Any) -> None:
         self._forward.append(label)
 
-    def _leave(self, label: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._note(_OUTPUT, output)
+    def _leave_module(self, label: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._add_event(_OUTPUT, output)
         self._forward.pop()
         for x in tree_leaves(output):
             # An output of both a part and the whole belongs to the part.
             if isinstance(x, Tensor) and x.requires_grad and id(x) not in self._seen:
                 self._seen.add(id(x))
                 self._alive.append(x)
-                x.register_hook(functools.partial(self._reached, label))
+                x.register_hook(functools.partial(self._enter_backward, label))
 
-    def _reached(self, label: str, gradient: Tensor) -> None:
+    def _enter_backward(self, label: str, gradient: Tensor) -> None:
         """Note that the backward pass has reached this module's output, and runs in the module from now on."""
-        self._note(_GRADIENT, gradient)
+        self._add_event(_GRADIENT, gradient)
         self._backward = label
 
 
@@ -128,7 +128,7 @@ def first_difference(one: Trace, other: Trace) -> str:
 def digest_of(values: Any) -> str:
     """Return a digest of the values of all tensors in a tree."""
     digest = hashlib.blake2b(digest_size=16)
-    for tensor in _tensors(values):
+    for tensor in _find_plain_tensors(values):
         digest.update(as_bytes(tensor).cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -138,7 +138,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _find_plain_tensors(values: Any) -> Iterator[Tensor]:
     """Yield the plain tensors in a tree, including those that quantized tensors consist of."""
     for leaf in tree_leaves(values):
         if type(leaf) in (Tensor, nn.Parameter):
@@ -244,7 +244,7 @@ def recorded(module: nn.Module) -> Iterator[Drops]:
         hooks.append(part.register_forward_hook(drops.leave, always_call=True))
     try:
         for name, kernel in kernels.items():
-            setattr(extension, name, _noted(drops, name, kernel))
+            setattr(extension, name, _wrap_kernel(drops, name, kernel))
         with _Mode(drops):
             yield drops
     finally:
@@ -254,7 +254,7 @@ def recorded(module: nn.Module) -> Iterator[Drops]:
             hook.remove()
 
 
-def _noted(drops: Drops, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_kernel(drops: Drops, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def noted(*args: Any, **kwargs: Any) -> Any:
         return drops.noted(name, kernel, args, kwargs)

@@ -43,7 +43,7 @@ Attributes = dict[str, tuple[Any, int]]
 def attributes_of(module: nn.Module) -> Attributes:
     """Return the present values of each module's own attributes, by ``name of the module.attribute``."""
     return {
-        f"{name}.{key}".removeprefix("."): (value, _mark(value))
+        f"{name}.{key}".removeprefix("."): (value, _read_change_mark(value))
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if key not in _OF_EVERY_MODULE
@@ -62,7 +62,7 @@ def changed_attributes(module: nn.Module, before: Attributes) -> list[str]:
     ]
 
 
-def _mark(value: Any) -> int:
+def _read_change_mark(value: Any) -> int:
     if isinstance(value, Tensor):
         return 0 if value.is_inference() else value._version
     return len(value) if isinstance(value, (list, Mapping, set)) else 0
@@ -150,7 +150,7 @@ def written_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str
         reference: names of the inputs that the reference changes in place.
         candidate: names of the inputs that the candidate changes in place.
     """
-    changed = _only(candidate, reference)
+    changed = _join_unshared_names(candidate, reference)
     return changed and (
         f"the candidate changes {changed} in place, but the reference does not: whatever reads it afterwards, such as "
         "a residual, gets other numbers; let the candidate compute on a copy"
@@ -159,14 +159,14 @@ def written_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str
 
 def by_reference_alone(reference: Sequence[str], candidate: Sequence[str]) -> str:
     """Return a remark on inputs that only the reference changes, or an empty text; arguments as above."""
-    changed = _only(reference, candidate)
+    changed = _join_unshared_names(reference, candidate)
     return changed and (
         f"the reference changes {changed} in place, but the candidate does not; code that reads it afterwards was not "
         "compared"
     )
 
 
-def _only(names: Sequence[str], others: Sequence[str]) -> str:
+def _join_unshared_names(names: Sequence[str], others: Sequence[str]) -> str:
     return ", ".join(name for name in names if name not in others)
 
 
@@ -263,16 +263,16 @@ class _Names(_Entry):
     told: Callable[[str], str] = str
 
     def changes(self, before: Any, now: Any) -> list[str]:
-        return [self.name.format(self.told(name)) for name in self._others(before, now)]
+        return [self.name.format(self.told(name)) for name in self._list_changed_names(before, now)]
 
     def undo(self, before: Any, now: Any) -> None:
-        for name in self._others(before, now):
+        for name in self._list_changed_names(before, now):
             self.write((name, before.get(name, _NONE)))
 
     def merged(self, value: Any, first: Any, last: Any) -> Any:
-        return value | {name: last.get(name, _NONE) for name in self._others(first, last)}
+        return value | {name: last.get(name, _NONE) for name in self._list_changed_names(first, last)}
 
-    def _others(self, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    def _list_changed_names(self, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         return [name for name in now | before if now.get(name, _NONE) is not before.get(name, _NONE)]
 
 
@@ -281,11 +281,11 @@ _NONE = object()
 _OF_LIBRARIES = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_", "TRITON_")
 
 
-def _flag(name: str, owner: Any, attribute: str) -> _Entry:
+def _make_flag_entry(name: str, owner: Any, attribute: str) -> _Entry:
     return _Entry(name, partial(getattr, owner, attribute), partial(setattr, owner, attribute))
 
 
-def _dict(name: str, held: MutableMapping[Any, Any]) -> _Entry:
+def _make_dict_entry(name: str, held: MutableMapping[Any, Any]) -> _Entry:
     def write(content: dict[Any, Any]) -> None:
         held.clear()
         held.update(content)
@@ -293,14 +293,14 @@ def _dict(name: str, held: MutableMapping[Any, Any]) -> _Entry:
     return _Entry(name, lambda: dict(held), write, shown=False)
 
 
-def _list(name: str, held: Callable[[], MutableSequence[Any]]) -> _Entry:
+def _make_list_entry(name: str, held: Callable[[], MutableSequence[Any]]) -> _Entry:
     def write(content: list[Any]) -> None:
         held()[:] = content
 
     return _Entry(name, lambda: list(held()), write, shown=False)
 
 
-def _environment() -> _Names:
+def _make_environment_entry() -> _Names:
     def read() -> dict[str, str]:
         # Equal texts must be the same object, because they are compared by identity.
         return {key: sys.intern(value) for key, value in os.environ.items() if not key.startswith(_OF_LIBRARIES)}
@@ -387,12 +387,12 @@ class _Namespace:
             now, first = self.held.get(name, _GONE), self.first.get(name, _GONE)
             if first is now or name in ("Storage", "last_type") or not (_is_code(now) or _is_code(first)):
                 continue
-            if _is_late(now, first) or (first is _GONE and not self._hides(name)):
+            if _is_late(now, first) or (first is _GONE and not self._hides_other_name(name)):
                 self.first[name] = now
             else:
                 yield name, now
 
-    def _hides(self, name: str) -> bool:
+    def _hides_other_name(self, name: str) -> bool:
         if isinstance(self.owner, type):
             return name.startswith("__") or hasattr(self.owner.__base__, name)
         return self.owner is not self.held and name in _BUILTINS
@@ -433,7 +433,7 @@ class _Namespaces:
             self._modules = len(sys.modules)
             for name, module in list(sys.modules.items()):
                 if isinstance(module, ModuleType):
-                    self._add(name, module, vars(module))
+                    self._add_namespace(name, module, vars(module))
         changed: dict[Any, Any] = {}
         versions = list(map(_version, self._seen.values()))
         for index, version in enumerate(versions) if versions != self._versions else ():
@@ -452,7 +452,7 @@ class _Namespaces:
     def told(self, place: Any) -> str:
         return f"{self._all[place[0]].name}.{place[1]}"
 
-    def _add(self, name: str, owner: Any, held: dict[str, Any]) -> None:
+    def _add_namespace(self, name: str, owner: Any, held: dict[str, Any]) -> None:
         """Add a namespace of a package that computes, with those that a module of it holds, or a module of Python."""
         package = name.partition(".")[0]
         computes = package in _COMPUTE and not f"{name}.".startswith(_BESIDES)
@@ -465,17 +465,17 @@ class _Namespaces:
             inner = f"{name}.{key}"
             if isinstance(value, type):
                 if str(vars(value).get("__module__")).startswith(_COMPUTE) and not name.startswith(_COMPILED):
-                    self._add(inner, value, gc.get_referents(vars(value))[0])
+                    self._add_namespace(inner, value, gc.get_referents(vars(value))[0])
             elif isinstance(value, dict) and not key.startswith("__") and any(map(_is_code, value.values())):
-                self._add(inner, value, value)
+                self._add_namespace(inner, value, value)
             elif isinstance(value, ModuleType) and value.__name__ not in sys.modules:
-                self._add(value.__name__, value, vars(value))
+                self._add_namespace(value.__name__, value, vars(value))
 
 
 # PyTorch's modes and hooks, which a pair may enter and never leave.
 
 
-def _modes() -> Iterator[_Entry]:
+def _make_mode_entries() -> Iterator[_Entry]:
     """Yield the entries for PyTorch's stacks of modes, for hooks of all modules, and for kernels of operators."""
     hooks: Any = torch._C._autograd
     for kind, stack, leave in (
@@ -487,18 +487,20 @@ def _modes() -> Iterator[_Entry]:
             hooks._pop_saved_tensors_default_hooks,
         ),
     ):
-        yield _Entry(kind, stack, partial(_leave, stack, leave), shown=False)
+        yield _Entry(kind, stack, partial(_leave_modes, stack, leave), shown=False)
     seen = set()
     for package, module in list(sys.modules.items()):
         for name, held in list(vars(module).items()) if package.startswith("torch.") else ():
             if name.startswith("_global_") and isinstance(held, MutableMapping) and id(held) not in seen:
                 seen.add(id(held))
-                yield _dict(f"hooks of all modules ({name.removeprefix('_global_')})", held)
-    yield _flag("whether hooks of all modules are full backward hooks", modules, "_global_is_full_backward_hook")
+                yield _make_dict_entry(f"hooks of all modules ({name.removeprefix('_global_')})", held)
+    yield _make_flag_entry(
+        "whether hooks of all modules are full backward hooks", modules, "_global_is_full_backward_hook"
+    )
     yield _Kernels("kernels of PyTorch's operators", lambda: set(library._impls), print)
 
 
-def _leave(stack: Callable[[], Any], leave: Callable[[], object], before: Any) -> None:
+def _leave_modes(stack: Callable[[], Any], leave: Callable[[], object], before: Any) -> None:
     """Leave the modes that have been entered since."""
     while (now := stack()) and now != before:
         leave()
@@ -544,7 +546,7 @@ class _Kernels(_Entry):
 # Settings of PyTorch's arithmetic, and of Python.
 
 
-def _settings() -> Iterator[_Entry]:
+def _make_setting_entries() -> Iterator[_Entry]:
     """Yield an entry for each setting of PyTorch that one function reads and another one sets."""
     others = "deterministic_algorithms", *(("tf32",) if has_fp32_settings() else ())
     for name in [name for name in dir(torch._C) if name.startswith("_set_") and not name.endswith(others)]:
@@ -552,21 +554,21 @@ def _settings() -> Iterator[_Entry]:
         attention = f"_get_{what.removeprefix('sdp_use_')}_sdp_enabled"
         for reads in (f"_get_{what}", f"_is_{what}", f"_{what}", attention):
             if hasattr(torch._C, reads):
-                yield _Entry(f"torch's {what}", getattr(torch._C, reads), partial(_set, sets))
+                yield _Entry(f"torch's {what}", getattr(torch._C, reads), partial(_call_setter, sets))
                 break
 
 
-def _set(sets: Callable[..., object], value: Any) -> None:
+def _call_setter(sets: Callable[..., object], value: Any) -> None:
     sets(*value) if isinstance(value, tuple) else sets(value)
 
 
-def _numbers() -> Iterator[_Entry]:
+def _make_arithmetic_entries() -> Iterator[_Entry]:
     """Yield the entries for the settings of PyTorch's arithmetic."""
     yield _Entry("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield _Entry("torch's default device", _default_device, _set_default_device)
     yield _Entry("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled)
     yield _Entry("the number of threads", torch.get_num_threads, torch.set_num_threads)
-    yield _Entry("whether denormal numbers are flushed to 0", _flushes, torch.set_flush_denormal)
+    yield _Entry("whether denormal numbers are flushed to 0", _flushes_denormals, torch.set_flush_denormal)
     libm: Any = ctypes.CDLL(None)
     yield _Entry("the rounding of the processor", lambda: libm.fegetround(), lambda mode: libm.fesetround(mode))
     yield _Entry(
@@ -575,29 +577,29 @@ def _numbers() -> Iterator[_Entry]:
         lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
     )
     yield _Entry("the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
-    yield from _settings()
+    yield from _make_setting_entries()
     for place in FP32_SETTINGS if has_fp32_settings() else ():  # after the entries that set some of them
         yield _Entry(f"fp32_precision of {' '.join(place)}", partial(fp32_setting, place), partial(set_fp32, place))
     for kind in ("cpu", "cuda"):
         on, dtype = partial(torch.is_autocast_enabled, kind), partial(torch.get_autocast_dtype, kind)
         yield _Entry(f"autocast on {kind}", on, partial(torch.set_autocast_enabled, kind))
         yield _Entry(f"autocast's dtype on {kind}", dtype, partial(torch.set_autocast_dtype, kind))
-    yield _environment()
+    yield _make_environment_entry()
     yield _Entry("what NumPy does with overflow and the like", _numpy_errors, _set_numpy_errors)
 
 
-def _surroundings() -> Iterator[_Entry]:
+def _make_surrounding_entries() -> Iterator[_Entry]:
     """Yield the entries for the surroundings of Python code, which pytest and other plugins change as well."""
     yield _Entry("the current folder", os.getcwd, os.chdir, shown=False)
-    yield _list("sys.path", lambda: sys.path)
+    yield _make_list_entry("sys.path", lambda: sys.path)
     yield _Growing(
         "sys.meta_path",
         lambda: list(sys.meta_path),
         lambda before: sys.meta_path.extend(one for one in before if one not in sys.meta_path),
     )
-    yield _list("the filters of warnings", lambda: warnings.filters)  # type: ignore[arg-type, return-value]
+    yield _make_list_entry("the filters of warnings", lambda: warnings.filters)  # type: ignore[arg-type, return-value]
     yield _Entry("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
-    yield _Entry("the mask of new files", _umask, os.umask, shown=False)
+    yield _Entry("the mask of new files", _read_umask, os.umask, shown=False)
     for one in signal.Signals:
         yield _Entry(f"the handler of {one.name}", partial(signal.getsignal, one), partial(signal.signal, one), False)
     for name, kind in vars(resource).items():
@@ -621,7 +623,7 @@ def _set_numpy_errors(errors: dict[str, str] | None) -> None:
         sys.modules["numpy"].seterr(**errors)
 
 
-def _umask() -> int:
+def _read_umask() -> int:
     mask = os.umask(0o077)  # it can only be read by being set
     os.umask(mask)
     return mask
@@ -637,16 +639,16 @@ def _set_alarm(is_set: bool) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _flushes() -> bool:
+def _flushes_denormals() -> bool:
     return bool((torch.full((), 5e-324, dtype=torch.float64, device="cpu") * 1.0).item() == 0.0)
 
 
 @functools.cache
-def _tables() -> tuple[tuple[_Entry, ...], tuple[_Entry, ...]]:
+def _find_known_entries() -> tuple[tuple[_Entry, ...], tuple[_Entry, ...]]:
     """Return the entries that this version of PyTorch has: those that numbers depend on, and the others."""
     names = _Namespaces()
     code = _Names("{}", names.read, names.write, told=names.told)
-    tables = (code, *_modes(), *_numbers()), tuple(_surroundings())
+    tables = (code, *_make_mode_entries(), *_make_arithmetic_entries()), tuple(_make_surrounding_entries())
     return tuple(filter(_is_known, tables[0])), tuple(filter(_is_known, tables[1]))
 
 
@@ -660,7 +662,7 @@ def _is_known(entry: _Entry) -> bool:
     return True
 
 
-def _value(entry: _Entry) -> Any:
+def _read_value(entry: _Entry) -> Any:
     """Return an entry's value, or ``_NONE`` if it cannot be read now, such as a folder that was removed."""
     try:
         return entry.read()
@@ -702,7 +704,7 @@ class _Generators:
         return []
 
 
-def _seed(seed: int) -> None:
+def _seed_generators(seed: int) -> None:
     # Without a GPU, PyTorch would record each seed, with the stack, in case a GPU appears later.
     (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(seed)
     random.seed(seed)
@@ -726,15 +728,15 @@ class State:
     @classmethod
     def now(cls, everything: bool = False) -> State:
         """Return the present state of what numbers depend on, or of everything in the table."""
-        numbers, others = _tables()
-        return cls([(entry, _value(entry)) for entry in (*numbers, *(others if everything else ()))])
+        numbers, others = _find_known_entries()
+        return cls([(entry, _read_value(entry)) for entry in (*numbers, *(others if everything else ()))])
 
     def changes(self, later: State) -> list[str]:
         """Return descriptions of what has changed until a later state."""
         return [
             told
             for (entry, before), (_, now) in zip(self.values, later.values, strict=True)
-            for told in _changes(entry, before, now)
+            for told in _list_changes(entry, before, now)
         ]
 
     def followed_by(self, first: State, last: State) -> State:
@@ -744,25 +746,25 @@ class State:
 
     def restore(self) -> list[str]:
         """Make the process as it was, and return descriptions of what could not be undone."""
-        return [told for entry, value in self.values for told in _undone(entry, value)]
+        return [told for entry, value in self.values for told in _undo_changes(entry, value)]
 
 
-def _changes(entry: _Entry, before: Any, now: Any) -> list[str]:
+def _list_changes(entry: _Entry, before: Any, now: Any) -> list[str]:
     if before is _NONE or now is _NONE:
         return [] if before is now else [entry.name]
     return entry.changes(before, now)
 
 
-def _undone(entry: _Entry, before: Any) -> list[str]:
+def _undo_changes(entry: _Entry, before: Any) -> list[str]:
     """Undo the changes to an entry, and return descriptions of those that could not be undone."""
-    now = _value(entry)
-    if before is _NONE or not _changes(entry, before, now):
+    now = _read_value(entry)
+    if before is _NONE or not _list_changes(entry, before, now):
         return []
     try:
         entry.undo(before, now)
     except Exception as error:
         return [f"{entry.name}: {type(error).__name__}"]
-    return [f"{told} stays" for told in _changes(entry, before, _value(entry))]
+    return [f"{told} stays" for told in _list_changes(entry, before, _read_value(entry))]
 
 
 # Report what a pair's code has changed.
@@ -818,7 +820,7 @@ def undisturbed(seed: int | None = None) -> Iterator[Disturbed]:
     generators = _Generators.now()
     disturbed = Disturbed()
     if seed is not None:
-        _seed(seed)
+        _seed_generators(seed)
     try:
         yield disturbed
     finally:

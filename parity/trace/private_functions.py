@@ -20,7 +20,7 @@ from parity.user_error import UserError
 # The functions of PyTorch that a comparison temporarily replaces.
 
 
-def _version() -> tuple[int, int]:
+def _read_torch_version() -> tuple[int, int]:
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -48,7 +48,7 @@ class PrivateFunction:
             UserError: if the installed PyTorch should have the function, but does not.
         """
         found = getattr(importlib.import_module(self.module), self.name, None)
-        if found is None and _version() >= self.since:
+        if found is None and _read_torch_version() >= self.since:
             raise UserError(
                 f"PyTorch {torch.__version__} has no {self.module}.{self.name}, through which parity follows "
                 f"{self.serves}; install another version of PyTorch, or a newer one of parity"
@@ -56,7 +56,9 @@ class PrivateFunction:
         return found
 
 
-_IMPL = "_impl" if _version() >= (2, 14) else ""  # since then, the old name is for callers outside of PyTorch
+_IMPL = (
+    "_impl" if _read_torch_version() >= (2, 14) else ""
+)  # since then, the old name is for callers outside of PyTorch
 CHECKPOINT = PrivateFunction(
     "torch.utils.checkpoint",
     f"_checkpoint_without_reentrant_generator{_IMPL}",
@@ -95,7 +97,7 @@ def exchanged(private: PrivateFunction, stand_in: StandIn) -> Iterator[None]:
     Raises:
         UserError: as for ``PrivateFunction.find``.
     """
-    if not _open(private):
+    if not _install_dispatcher(private):
         yield
         return
     here = _HERE.of.setdefault(private, [])
@@ -104,10 +106,10 @@ def exchanged(private: PrivateFunction, stand_in: StandIn) -> Iterator[None]:
         yield
     finally:
         here.pop()
-        _close(private)
+        _remove_dispatcher(private)
 
 
-def _open(private: PrivateFunction) -> bool:
+def _install_dispatcher(private: PrivateFunction) -> bool:
     """Install the dispatcher to stand-ins, and return whether there is a function to replace."""
     with _LOCK:
         if private in _ORIGINALS:
@@ -118,19 +120,19 @@ def _open(private: PrivateFunction) -> bool:
         if found is None:
             return False
         _ORIGINALS[private] = found, 1
-        setattr(importlib.import_module(private.module), private.name, _exchangeable(private, found))
+        setattr(importlib.import_module(private.module), private.name, _make_dispatcher(private, found))
         return True
 
 
-def _exchangeable(private: PrivateFunction, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_dispatcher(private: PrivateFunction, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)  # torch.compile asks for a function's name
     def exchangeable(*args: Any, **kwargs: Any) -> Any:
-        return _call(private, original, *args, **kwargs)
+        return _call_stand_ins(private, original, *args, **kwargs)
 
     return exchangeable
 
 
-def _close(private: PrivateFunction) -> None:
+def _remove_dispatcher(private: PrivateFunction) -> None:
     with _LOCK:
         original, contexts = _ORIGINALS.pop(private)
         if contexts > 1:
@@ -139,7 +141,7 @@ def _close(private: PrivateFunction) -> None:
             setattr(importlib.import_module(private.module), private.name, original)
 
 
-def _call(private: PrivateFunction, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_stand_ins(private: PrivateFunction, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     function = original
     for stand_in in _HERE.of.get(private, ()):
         function = partial(stand_in, function)

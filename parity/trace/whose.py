@@ -46,7 +46,7 @@ _INSTALLED = tuple(_PYTHON + folder for folder in ("site-packages", "dist-packag
 def whose(frame: FrameType) -> Owner:
     """Return the owner of the code that runs in this frame."""
     spec = frame.f_globals.get("__spec__")
-    return Owner.USER if spec is None else _owner(spec)
+    return Owner.USER if spec is None else _find_owner(spec)
 
 
 def module_of(frame: FrameType) -> str:
@@ -57,10 +57,10 @@ def module_of(frame: FrameType) -> str:
 def is_of_te(kind: type) -> bool:
     """Return whether a class is TransformerEngine's own; a class that is derived from one may be a user's."""
     spec = getattr(sys.modules.get(kind.__module__), "__spec__", None)
-    return spec is not None and _owner(spec) is Owner.TE
+    return spec is not None and _find_owner(spec) is Owner.TE
 
 
-def _owner(spec: Any) -> Owner:
+def _find_owner(spec: Any) -> Owner:
     name, origin = spec.name, spec.origin or ""
     package = name.partition(".")[0]
     owner = _LIBRARIES.get(package)
@@ -91,12 +91,12 @@ def users_frame(error: BaseException) -> FrameSummary | None:
     If there was none, because a package's module is compared, this is the innermost line of that package. If only
     PyTorch was running, as in a backward pass, it is None.
     """
-    return _innermost(_frames(error))
+    return _find_innermost_frame(_list_frames(error))
 
 
 def users_line(error: BaseException) -> str:
     """Return the line of ``users_frame`` as ``models.py:12 in forward``, or an empty text if there is none."""
-    return _line(users_frame(error))
+    return _describe_line(users_frame(error))
 
 
 def interrupted_at(error: BaseException) -> str:
@@ -124,17 +124,19 @@ def submodule(error: BaseException) -> str:
 
 def line_running() -> str:
     """Return ``users_line`` for the code that is running now."""
-    return _line(_innermost(_told(reversed(list(traceback.walk_stack(sys._getframe()))))))
+    return _describe_line(
+        _find_innermost_frame(_pair_with_owners(reversed(list(traceback.walk_stack(sys._getframe())))))
+    )
 
 
-def _innermost(frames: list[tuple[FrameSummary, Owner]]) -> FrameSummary | None:
+def _find_innermost_frame(frames: list[tuple[FrameSummary, Owner]]) -> FrameSummary | None:
     of_packages = [frame for frame, owner in frames if owner is Owner.USER]
     own = [frame for frame in of_packages if not _INSTALLED_FOLDERS & set(Path(frame.filename).parts)]
     return next(reversed(own or of_packages), None)
 
 
-def _line(frame: FrameSummary | None) -> str:
-    return "" if frame is None else f"{_shown(frame)}:{frame.lineno} in {frame.name}"
+def _describe_line(frame: FrameSummary | None) -> str:
+    return "" if frame is None else f"{_shorten_path(frame)}:{frame.lineno} in {frame.name}"
 
 
 def first_paragraph(error: BaseException) -> str:
@@ -144,28 +146,28 @@ def first_paragraph(error: BaseException) -> str:
 
 def way_there(error: BaseException) -> str:
     """Return the traceback as Python prints it, from the user's first line on, with short names of files."""
-    frames = _frames(error)
+    frames = _list_frames(error)
     first = next((i for i, (_, owner) in enumerate(frames) if owner is Owner.USER), 0)
     lines = [
-        f'  File "{_shown(frame)}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
+        f'  File "{_shorten_path(frame)}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
         for frame, _ in frames[first:]
     ]
     told = "".join(traceback.format_exception_only(type(error), error)).strip()
     return "\n".join(["Traceback (most recent call last):", *lines, told])
 
 
-def _frames(error: BaseException) -> list[tuple[FrameSummary, Owner]]:
-    return _told(traceback.walk_tb(error.__traceback__))
+def _list_frames(error: BaseException) -> list[tuple[FrameSummary, Owner]]:
+    return _pair_with_owners(traceback.walk_tb(error.__traceback__))
 
 
-def _told(walked: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameSummary, Owner]]:
+def _pair_with_owners(walked: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameSummary, Owner]]:
     """Return each frame as a traceback shows it, with the owner of its code."""
     frames = list(walked)
     owners = [whose(frame) for frame, _ in frames]
     return list(zip(StackSummary.extract(iter(frames)), owners, strict=True))
 
 
-def _shown(frame: FrameSummary) -> str:
+def _shorten_path(frame: FrameSummary) -> str:
     """Return a frame's file relative to the current folder or to where Python imports from, or else its name."""
     file = Path(frame.filename)
     roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]

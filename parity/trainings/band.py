@@ -95,11 +95,13 @@ def band_of(
     with usual_modes():
         free, candidate = of_reference(*at), of_candidate(*at)
         is_wide = torch.finfo(candidate.dtype).bits > torch.finfo(precision.dtype).bits
-        right = [of_reference(*at, partial(_rounded, precision, is_wide, run, steps)) for run in range(drawn)]
+        right = [of_reference(*at, partial(_run_drawn_step, precision, is_wide, run, steps)) for run in range(drawn)]
     return band(free, right, candidate)
 
 
-def _rounded(precision: Precision, is_wide: bool, run: int, steps: int, prepared: Prepared, number: int) -> Tensors:
+def _run_drawn_step(
+    precision: Precision, is_wide: bool, run: int, steps: int, prepared: Prepared, number: int
+) -> Tensors:
     """Run a step with roundings drawn for it alone, as kernels that fuse nothing, since these round the most.
 
     Drawn rounding has twice the variance of rounding to nearest, except for weights, which every port rounds alike. So
@@ -159,9 +161,9 @@ def _weights_left(free: Course, right: Sequence[Course], candidate: Course, step
             granted = arithmetic[name] + 2.0 * moved[name] * math.sqrt(elements)
             if not granted:
                 continue
-            logarithms = [math.log(granted + _distance(one.weights[step][name], exact)) for one in right]
+            logarithms = [math.log(granted + _compute_distance(one.weights[step][name], exact)) for one in right]
             limit = math.exp(statistics.fmean(logarithms) + quantile * statistics.stdev(logarithms))
-            own = _distance(candidate.weights[step][name], exact)
+            own = _compute_distance(candidate.weights[step][name], exact)
             if not own <= limit:
                 beyond[name] = own / limit
         if beyond:
@@ -169,5 +171,5 @@ def _weights_left(free: Course, right: Sequence[Course], candidate: Course, step
     return None
 
 
-def _distance(x: Tensor, y: Tensor) -> float:
+def _compute_distance(x: Tensor, y: Tensor) -> float:
     return float((x.cpu() - y.cpu()).norm())

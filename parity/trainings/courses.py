@@ -155,8 +155,8 @@ def side_by_side(
         words: describe the switch in a note, such as "in a graph".
     """
     without = Without(make, seed)
-    trainee, chosen = _begun(without, begin, stack)
-    usual = _train(without, steps)
+    trainee, chosen = _begin_with_switch(without, begin, stack)
+    usual = _train_without_switch(without, steps)
     backends = [one for one in BACKENDS if any(ran.startswith(one) for ran in chosen)]
     if chosen != usual and len(backends) == 1:
         without.attention = backends[0]
@@ -164,12 +164,14 @@ def side_by_side(
             f"attention uses the backend {', '.join(chosen)} {words}, and {', '.join(usual)} otherwise; here both "
             f"trainings use {backends[0]}"
         )
-        trainee, _ = _begun(without, begin, stack)
-        _train(without, steps)
+        trainee, _ = _begin_with_switch(without, begin, stack)
+        _train_without_switch(without, steps)
     return trainee, without
 
 
-def _begun(without: Without, begin: Callable[[Trainee], object], stack: ExitStack) -> tuple[Trainee, list[str]]:
+def _begin_with_switch(
+    without: Without, begin: Callable[[Trainee], object], stack: ExitStack
+) -> tuple[Trainee, list[str]]:
     """Return a candidate with the switch, and the attention kernels that ran while it was switched over."""
     trainee = stack.enter_context(without.begun())
     before = trainee.state
@@ -185,7 +187,7 @@ def _begun(without: Without, begin: Callable[[Trainee], object], stack: ExitStac
     return trainee, list(ran)
 
 
-def _train(without: Without, steps: int) -> list[str]:
+def _train_without_switch(without: Without, steps: int) -> list[str]:
     """Make and keep the steps without the switch, and return the attention kernels that ran."""
     with without.begun() as trainee, attention_backends(without.attention) as ran:
         without.steps = [without.made(trainee, number)[1] for number in range(1, steps + 1)]
@@ -231,7 +233,7 @@ def of_reference(
     module.to(torch.float64 if computed is None else torch.float32)
     optimizer = reference_optimizer(training)(module)
     schedule = schedule_of(training, optimizer)
-    course, amaxes, buffers = Course(weights=[_followed(module)]), first.past.before, dict[str, Tensor]()
+    course, amaxes, buffers = Course(weights=[_read_followed_elements(module)]), first.past.before, dict[str, Tensor]()
     for number in range(1, steps + 1):
         weights = {name: one.detach().clone() for name, one in module.named_parameters()}
         own = Buffers(reference=buffers)
@@ -251,7 +253,7 @@ def of_reference(
         if schedule is not None:
             schedule.step()
         course.losses.append(float(tensors["output", "output"]))
-        course.weights.append(_followed(module))
+        course.weights.append(_read_followed_elements(module))
     return course
 
 
@@ -273,7 +275,7 @@ def of_candidate(
     return course
 
 
-def _followed(module: nn.Module) -> Named:
+def _read_followed_elements(module: nn.Module) -> Named:
     found = {}
     for name, one in module.named_parameters():
         places = followed_places(name, tuple(one.shape)).to(one.device)

@@ -46,11 +46,11 @@ def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
         size = next((x.shape[dim] for x in tensors if x.dim() > dim), 0)
         if size < 2:
             continue
-        shares = _shares(prepared, _parts(cast(prepared.inputs, torch.float64), dim, size))
+        shares = _find_loss_shares(prepared, _split_inputs(cast(prepared.inputs, torch.float64), dim, size))
         if shares is not None:
             return lambda inputs: [
                 MicroBatch(share, *as_arguments(part))
-                for share, part in zip(shares, _parts(inputs, dim, size), strict=True)
+                for share, part in zip(shares, _split_inputs(inputs, dim, size), strict=True)
             ]
     raise UserError(
         "the reference's loss is not a weighted sum of the losses of its micro-batches, whether its inputs are split "
@@ -72,13 +72,13 @@ def buffers_read(prepared: Prepared) -> list[str]:
         with torch.no_grad():
             for name, x in moved.items():
                 held[name].copy_(x)
-        again = _golden(prepared, cast(prepared.inputs, torch.float64))
-    golden = _flat(prepared.golden)
-    is_same = again is not None and bool((_flat(again) - golden).norm() <= _EXACT * golden.norm())
+        again = _run_golden(prepared, cast(prepared.inputs, torch.float64))
+    golden = _flatten_pass(prepared.golden)
+    is_same = again is not None and bool((_flatten_pass(again) - golden).norm() <= _EXACT * golden.norm())
     return [] if is_same else list(moved)
 
 
-def _parts(inputs: Any, dim: int, size: int) -> list[Any]:
+def _split_inputs(inputs: Any, dim: int, size: int) -> list[Any]:
     count = min(size, MOST)
 
     def part(i: int) -> Any:
@@ -91,18 +91,18 @@ def _parts(inputs: Any, dim: int, size: int) -> list[Any]:
     return [part(i) for i in range(count)]
 
 
-def _shares(prepared: Prepared, parts: Sequence[Any]) -> list[float] | None:
+def _find_loss_shares(prepared: Prepared, parts: Sequence[Any]) -> list[float] | None:
     """Return the factors with which the losses of these parts add up to the whole loss, or None if there are none."""
     columns = []
     for part in parts:
-        ran = _golden(prepared, part)
+        ran = _run_golden(prepared, part)
         if ran is None:
             return None
-        columns.append(_flat(ran))
-    return _exact_shares(torch.stack(columns, 1), _flat(prepared.golden))
+        columns.append(_flatten_pass(ran))
+    return _exact_shares(torch.stack(columns, 1), _flatten_pass(prepared.golden))
 
 
-def _golden(prepared: Prepared, inputs: Any, cotangents: Mapping[str, Tensor] | None = None) -> Pass | None:
+def _run_golden(prepared: Prepared, inputs: Any, cotangents: Mapping[str, Tensor] | None = None) -> Pass | None:
     """Return the reference's pass in FP64, or None if it cannot run on these inputs, which may not fit together."""
 
     def flowing(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def _exact_shares(parts: Tensor, whole: Tensor) -> list[float] | None:
     return [float(f"{share:.9g}") for share in shares.flatten().tolist()]
 
 
-def _flat(ran: Pass) -> Tensor:
+def _flatten_pass(ran: Pass) -> Tensor:
     """Return the loss and the gradients of all weights, as one vector in FP64."""
     return torch.cat([x.reshape(-1) for x in (*ran.outputs.values(), *ran.weight_gradients.values())]).double()
 
@@ -185,26 +185,26 @@ def shares_made(
         given = {name: x for name, x in kwargs.items() if name != _OF_TE}
         if args and given:
             return None
-        ran = _golden(prepared, cast(given or args, torch.float64), flowing)
+        ran = _run_golden(prepared, cast(given or args, torch.float64), flowing)
         if ran is None:
             return None
-        columns.append({name: _some(x) for name, x in ran.weight_gradients.items()})
+        columns.append({name: _sample_elements(x) for name, x in ran.weight_gradients.items()})
     known = columns[0].keys() & gradients.keys()
     parts = {name: torch.stack([column[name] for column in columns], 1) for name in known}
     all_parts = torch.cat([parts[name] for name in known])
     if torch.linalg.matrix_rank(all_parts / all_parts.norm(dim=0).clamp(min=1e-300), rtol=1e-6) < len(calls):
         return None
-    own = {name: _some(gradients[name]) for name in known}
+    own = {name: _sample_elements(gradients[name]) for name in known}
     made = torch.linalg.lstsq(all_parts, torch.cat([own[name] for name in known])[:, None]).solution[:, 0]
-    whole = torch.cat([_some(prepared.golden.weight_gradients[name]) for name in known])
-    off = {name: _relative(own[name], parts[name] @ made) for name in known}
+    whole = torch.cat([_sample_elements(prepared.golden.weight_gradients[name]) for name in known])
+    off = {name: _compute_relative_l2(own[name], parts[name] @ made) for name in known}
     return Made(made.tolist(), _exact_shares(all_parts, whole), off)
 
 
-def _some(x: Tensor) -> Tensor:
+def _sample_elements(x: Tensor) -> Tensor:
     return x.detach().reshape(-1)[:: max(x.numel() // _FEW, 1) | 1].double()
 
 
-def _relative(x: Tensor, right: Tensor) -> float:
+def _compute_relative_l2(x: Tensor, right: Tensor) -> float:
     size, off = float(right.norm()), float((x - right).norm())
     return off / size if size else float(off > 0.0)

@@ -421,17 +421,17 @@ class TraineeOnRank(Trainee):
             training = dataclasses.replace(training, loss=_loss_of_part(pair, given.made, ranks.world.rank))
         self._of_pair, self._held, self._given, self._ranks = pair, held, given, ranks
         self._norm: float | None = None  # the norm of all gradients that the port computed last
-        norm = pair.parallel.gradient_norm and self._noting(pair.parallel.gradient_norm)
+        norm = pair.parallel.gradient_norm and self._wrap_norm(pair.parallel.gradient_norm)
         self._between_ranks = dataclasses.replace(pair.parallel, gradient_norm=norm)
         self._device = kernels.device
         first = self.part_of(given.inputs)
         mapped = dataclasses.replace(pair, weights=own, training=training, reference=pair.candidate)
         group = pair.parallel.amax_group or ranks.stage.group
-        self._begin(mapped, given.checked, first, precision, given.seed, kernels, switch, group=group)
+        self._begin_training(mapped, given.checked, first, precision, given.seed, kernels, switch, group=group)
         self._places = {name: torch.arange(parameter.numel()) for name, parameter in pair.candidate.named_parameters()}
         self._slices = self._found_slices()
 
-    def _noting(self, norm: Callable[[nn.Module], Tensor | float]) -> Callable[[nn.Module], Tensor | float]:
+    def _wrap_norm(self, norm: Callable[[nn.Module], Tensor | float]) -> Callable[[nn.Module], Tensor | float]:
         def noted(module: nn.Module) -> Tensor | float:
             found = norm(module)
             self._norm = float(found)
@@ -524,11 +524,11 @@ class TraineeOnRank(Trainee):
             found[name][at] = copy.detach().flatten().double()
         return found
 
-    def _copies(self) -> Named:
-        return {**super()._copies(), **{name: copy for name, (copy, _) in self._slices.items()}}
+    def _optimizer_copies(self) -> Named:
+        return {**super()._optimizer_copies(), **{name: copy for name, (copy, _) in self._slices.items()}}
 
-    def _apart(self) -> tuple[str, ...]:
-        found, parameters = list(super()._apart()), dict(self._of_pair.candidate.named_parameters())
+    def _find_diverged_parameters(self) -> tuple[str, ...]:
+        found, parameters = list(super()._find_diverged_parameters()), dict(self._of_pair.candidate.named_parameters())
         for name, (copy, at) in self._slices.items():
             if not is_rounded(parameters[name].detach().flatten()[at], copy.detach().flatten()):
                 found.append(name)
@@ -540,13 +540,13 @@ class TraineeOnRank(Trainee):
         divided = {over.axis for split in outputs for over in split} | {"cp", "dp"}
         return {axis: axis == "dp" and parallel.averages for axis in AXES if axis in divided}
 
-    def _moments(self) -> dict[str, Named]:
+    def _followed_moments(self) -> dict[str, Named]:
         return {}
 
     def _to_reference(self, tensors: Mapping[str, Tensor]) -> Named:
         return {name: gathered(x) for name, x in tensors.items()}
 
-    _gradients = _to_reference
+    _map_gradients = _to_reference
 
 
 def _loss_of_part(pair: Pair, made: Degrees, rank: int) -> Callable[..., Tensor]:

@@ -38,7 +38,7 @@ class Optimized:
         self._module, self._weights = module, weights
         self._optimizers = list(_with_inner(optimizer))
         self._parameters = dict(module.named_parameters())
-        self.stepped = _stepped(module, optimizer)
+        self.stepped = _find_stepped_tensors(module, optimizer)
 
     def find_replaced(self) -> None:
         """Find the parameters that ``load`` has replaced by others.
@@ -70,7 +70,7 @@ class Optimized:
         """Return the weights that the optimizer steps, in FP64. They may be FP32 copies of the module's weights."""
         held = held_by(self._module)
         for name, parameter in self.stepped.items():
-            master = self._master(parameter)
+            master = self._find_master_copy(parameter)
             if master is not None:
                 held[name] = master[1].detach().reshape(parameter.shape).double()
             elif not state.is_quantized(parameter):
@@ -83,7 +83,7 @@ class Optimized:
         if not state.is_quantized(parameter):
             return parameter
         stepped = self.stepped[name]
-        master = self._master(stepped)
+        master = self._find_master_copy(stepped)
         return master[1] if master else None if stepped is parameter else stepped
 
     def kept_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ class Optimized:
         """
         found = []
         for name, one in self._module.named_parameters():
-            master = self._master(self.stepped[name])
+            master = self._find_master_copy(self.stepped[name])
             copy = master[1] if master else self.stepped[name]
             if copy is one:
                 continue
@@ -142,16 +142,16 @@ class Optimized:
         """Return the optimizer's moments, by the name of the moment and of the parameter; 0 for one without state."""
         found: dict[str, Named] = {}
         for name, parameter in self.stepped.items():
-            master = self._master(parameter)
+            master = self._find_master_copy(parameter)
             for key, value in self.kept_of(parameter).items():
                 if master and key == master[0]:
                     continue
                 if isinstance(value, Tensor) and value.numel() == parameter.numel():
-                    found.setdefault(key, {})[name] = self._unscaled(parameter, key, value)
+                    found.setdefault(key, {})[name] = self._unscale_state(parameter, key, value)
         nothing = {name: torch.zeros_like(one) for name, one in self._module.named_parameters()}
         return {key: nothing | some for key, some in found.items()}
 
-    def _master(self, parameter: nn.Parameter) -> tuple[str, Tensor] | None:
+    def _find_master_copy(self, parameter: nn.Parameter) -> tuple[str, Tensor] | None:
         """Return the wider copy of a parameter in the optimizer's state, with its name there, or None if there is none.
 
         TE's FusedAdam calls it ``master_param``, and may keep only the bits that BF16 leaves out. The copy of another
@@ -163,7 +163,7 @@ class Optimized:
             if own.dtype is torch.int16:  # ``AdamFunctorMasterParamRemainder`` in ``multi_tensor/adam.cu`` of TE 2.20.2
                 upper = parameter.detach().view(torch.int16).int() << 16
                 return "master_param", (upper + own.reshape(parameter.shape).int()).view(torch.float32)
-            return "master_param", self._unscaled(parameter, "master_param", own)
+            return "master_param", self._unscale_state(parameter, "master_param", own)
         if state.is_quantized(parameter) or parameter.dtype.itemsize >= 4:
             return None
         for key, value in kept.items():
@@ -172,7 +172,7 @@ class Optimized:
                 return key, value
         return None
 
-    def _unscaled(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
+    def _unscale_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
         owner = next((one for one in self._optimizers if one.state.get(parameter)), self._optimizers[0])
         read = getattr(owner, "get_unscaled_state", None)  # TE's FusedAdam may hold it in FP8
         own = (read(parameter, key) if read else value).detach()
@@ -216,7 +216,7 @@ def standing_still(optimizer: Optimizer) -> Iterator[None]:
             group.update(before)
 
 
-def _stepped(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+def _find_stepped_tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """Return the tensor that the optimizer steps for each of the module's parameters: itself, or a port's FP32 copy.
 
     A copy is recognised by its shape and values. A parameter that the optimizer does not step stands for itself.

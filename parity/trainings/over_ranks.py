@@ -95,7 +95,7 @@ class TraineeOverRanks:
     @property
     def weights(self) -> Named:
         """The weights that the ranks hold before the next step, in the reference's layout, in FP64."""
-        held = self._whole(self._steps[self._next], lambda one: one.weights)
+        held = self._assemble_tensors(self._steps[self._next], lambda one: one.weights)
         return transfer.to_reference(self._pair.weights, held, self._shapes)
 
     @property
@@ -117,7 +117,7 @@ class TraineeOverRanks:
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """The settings of the ranks' optimizers for each parameter, by its name in the reference."""
-        own = {one.ran.held[name].whole: some for one in self._made for name, some in one.settings.items() if some}
+        own = {one.ran.held[name].whole: some for one in self._last_step for name, some in one.settings.items() if some}
         found: dict[str, dict[str, Any]] = {}
         for left, right in self._pair.weights.items():
             settings = next((own[name] for name in names(right) if name in own), {})
@@ -125,24 +125,24 @@ class TraineeOverRanks:
         return found
 
     @property
-    def _made(self) -> tuple[StepOnRank, ...]:
+    def _last_step(self) -> tuple[StepOnRank, ...]:
         """Return what the ranks recorded of the last step that was asked for."""
         return self._steps[self._next - 1]
 
     def step(self, prepared: Prepared) -> Stepped:
         """Return what the next step computed."""
         self._next += 1
-        step, shapes, weights = self._made, self._shapes, self._pair.weights
+        step, shapes, weights = self._last_step, self._shapes, self._pair.weights
         wholes = put_together([one.ran for one in step], self.made, prepared)
         self._wholes = [self._added_up(one) if one.kind == "output" else one for one in wholes]
         tensors = in_reference_layout(self._wholes, prepared)
         if self.training.candidate_step is not None:  # it may scale the loss, and undo that where gradients are used
             tensors = {key: x for key, x in tensors.items() if key[0] != "input gradient"}
-        before, after, gradients = (self._whole(step, partial(_followed, i)) for i in range(3))
+        before, after, gradients = (self._assemble_tensors(step, partial(_select_tensors, i)) for i in range(3))
         update = Update(
-            self._sampled(transfer.to_reference(weights, before, shapes)),
-            self._sampled(transfer.gradients_to_reference(weights, gradients, shapes)),
-            self._sampled(transfer.to_reference(weights, after, shapes)),
+            self._sample_elements(transfer.to_reference(weights, before, shapes)),
+            self._sample_elements(transfer.gradients_to_reference(weights, gradients, shapes)),
+            self._sample_elements(transfer.to_reference(weights, after, shapes)),
             {},
             {key: dtype for one in step for key, dtype in one.kept_in.items()},
             self._are_whole,
@@ -150,14 +150,14 @@ class TraineeOverRanks:
         )
         unreached = unreached_by([one.ran for one in step])
         apart = tuple(sorted({one.ran.held[name].whole for one in step for name in one.apart}))
-        noise = self._noise(step)
-        return Stepped(tensors, unreached, step[0].clipping, update, self._scaling(step), noise, apart=apart)
+        noise = self._assemble_noise(step)
+        return Stepped(tensors, unreached, step[0].clipping, update, self._gather_scaling(step), noise, apart=apart)
 
     def lost_state(self) -> Finding | None:
         """Return what ranks lost when the training was saved and loaded before the last step; None if nothing."""
         told = {
             rank: lost
-            for rank, one in enumerate(self._made)
+            for rank, one in enumerate(self._last_step)
             if one.resumed is not None and (lost := lost_state(self._next, one.resumed)) is not None
         }
         if not told:
@@ -165,10 +165,10 @@ class TraineeOverRanks:
         first = next(iter(told.values()))
         alike = [rank for rank, lost in told.items() if lost.message == first.message]
         others = sorted(set(told) - set(alike))
-        also = f"; {_numbers(others)} lost something else" if others else ""
-        return replace(first, message=f"on {_numbers(alike)}, {first.message}{also}")
+        also = f"; {_name_ranks(others)} lost something else" if others else ""
+        return replace(first, message=f"on {_name_ranks(alike)}, {first.message}{also}")
 
-    def _scaling(self, step: Sequence[StepOnRank]) -> tuple[tuple[Kept, Kept], ...]:
+    def _gather_scaling(self, step: Sequence[StepOnRank]) -> tuple[tuple[Kept, Kept], ...]:
         """Return what the first rank's delayed scaling kept, with the magnitudes of the weights of all ranks."""
         largest: dict[Any, float] = {}
         for before, _ in (move for one in step for move in one.scaling):
@@ -183,7 +183,7 @@ class TraineeOverRanks:
     @property
     def gradients_scale(self) -> float:
         """Return the number by which ranks multiply their gradients before they average them."""
-        return float(self.made.dp) if self._made[0].loss_over.get("dp") else 1.0
+        return float(self.made.dp) if self._last_step[0].loss_over.get("dp") else 1.0
 
     def _added_up(self, loss: Whole) -> Whole:
         """Return the loss of the whole batch on each rank.
@@ -192,25 +192,27 @@ class TraineeOverRanks:
         port has reduced the loss already, all of them hold the same.
         """
         values = {one.rank: one.values.double() for one in loss.pieces}
-        for axis, is_mean in self._made[0].loss_over.items():
+        for axis, is_mean in self._last_step[0].loss_over.items():
             for peers in self.made.peers(axis):
                 parts = torch.stack([values[rank] for rank in peers])
                 if bool((parts != parts[0]).any()):
                     values |= dict.fromkeys(peers, parts.mean(0) if is_mean else parts.sum(0))
         return replace(loss, pieces=[replace(one, values=values[one.rank].to(one.values)) for one in loss.pieces])
 
-    def _noise(self, step: Sequence[StepOnRank]) -> Tensors:
-        noise = self._whole(step, lambda one: one.summed)
+    def _assemble_noise(self, step: Sequence[StepOnRank]) -> Tensors:
+        noise = self._assemble_tensors(step, lambda one: one.summed)
         if not noise:
             return {}
         noise = {name: noise.get(name, torch.zeros(shape)) for name, shape in self._whole_shapes.items()}
         moved = transfer.gradients_to_reference(self._pair.weights, noise, self._shapes)
         return {("weight gradient", name): x for name, x in moved.items() if bool(x.any())}
 
-    def _sampled(self, tensors: Mapping[str, Tensor]) -> Named:
+    def _sample_elements(self, tensors: Mapping[str, Tensor]) -> Named:
         return {name: x.reshape(-1)[self._elements[name]].double() for name, x in tensors.items()}
 
-    def _whole(self, step: Sequence[StepOnRank], parts: Callable[[StepOnRank], Mapping[str, Tensor]]) -> Named:
+    def _assemble_tensors(
+        self, step: Sequence[StepOnRank], parts: Callable[[StepOnRank], Mapping[str, Tensor]]
+    ) -> Named:
         """Return whole tensors in the candidate's layout, FP64, with each element from the rank that steps it, if any.
 
         Args:
@@ -238,7 +240,7 @@ class TraineeOverRanks:
             prepared: the step.
         """
         step = f"in step {self._next} " if self._next > 1 else ""
-        begun = self._apart(lambda one: one.weights) if self._next == 1 else None
+        begun = self._describe_disagreement(lambda one: one.weights) if self._next == 1 else None
         if begun is not None:
             return repairable(
                 "replicas-differ",
@@ -250,7 +252,7 @@ class TraineeOverRanks:
             found = explained_over_ranks(wholes, self.made, prepared.candidate_weights)
             if found:
                 of_gradients = all(one.passed for one in judged.tensors if one.kind != "weight gradient")
-                if of_gradients and any(one.clipping.is_changed_after for one in self._made):
+                if of_gradients and any(one.clipping.is_changed_after for one in self._last_step):
                     return self._clipped_before_reduction()
                 return replace(found[0], message=step + found[0].message)
             if not replicas_apart(self._wholes):
@@ -259,7 +261,7 @@ class TraineeOverRanks:
             right = self._which_is_right(judged, prepared)
             evidence = told.message.removesuffix(f"; {told.repair}")
             return replace(told, message=f"{step}{evidence}{right}; {told.repair}")
-        moved = self._exchanged() if any(one.apart for one in self._made) else None
+        moved = self._find_exchanged_parts() if any(one.apart for one in self._last_step) else None
         return self._of_amaxes() or self._of_clipping() or moved or self._of_weights()
 
     def _which_is_right(self, judged: Result, prepared: Prepared) -> str:
@@ -272,12 +274,12 @@ class TraineeOverRanks:
         wrong = sorted({one.rank for whole in differing for one in whole.pieces} - right)
         if not right or not wrong:
             return ""
-        return f"; those of {_numbers(sorted(right))} are right, and those of {_numbers(wrong)} are wrong"
+        return f"; those of {_name_ranks(sorted(right))} are right, and those of {_name_ranks(wrong)} are wrong"
 
     def _of_shares(self, judged: Result, prepared: Prepared) -> Finding | None:
         """Return a finding if ranks' parts of a batch count for more or less than they should in shared gradients."""
         ranks, whole = self.made.peers("dp")[0], named_inputs(prepared.inputs, prepared.input_names)
-        splits = self._made[0].ran.splits
+        splits = self._last_step[0].ran.splits
         of_dp = {name: [one for one in splits.get(name, ()) if one.axis == "dp"] for name in whole}
         calls = []
         for rank in ranks:
@@ -301,7 +303,7 @@ class TraineeOverRanks:
                 "reduce the averages over dp before they are multiplied",
             )
         factors = [own / right if right else math.inf for own, right in zip(made.made, made.right, strict=True)]
-        clip, left = self.training.clip, [self._made[rank].clipping.added for rank in ranks]
+        clip, left = self.training.clip, [self._last_step[rank].clipping.added for rank in ranks]
         for largest in (clip, clip / len(ranks)) if clip is not None else ():  # added up, or averaged
             if all(abs(f * norm - largest) <= _SHARES * largest for f, norm in zip(factors, left, strict=True)):
                 return self._clipped_before_reduction()
@@ -365,7 +367,7 @@ class TraineeOverRanks:
         """Return a finding if ranks that compute one tensor together do not share its scale."""
         for axis in ("tp", "cp"):
             for a, b in (pair for peers in self.made.peers(axis) for pair in itertools.pairwise(peers)):
-                for (_, x), (_, y) in zip(self._made[a].scaling, self._made[b].scaling, strict=False):
+                for (_, x), (_, y) in zip(self._last_step[a].scaling, self._last_step[b].scaling, strict=False):
                     if x.scale != y.scale or not torch.equal(x.history[1:], y.history[1:]):
                         return repairable(
                             "amax-group",
@@ -381,29 +383,31 @@ class TraineeOverRanks:
         Args:
             wrong: for each parameter, which of the followed elements are not stepped as by the reference's optimizer.
         """
-        step = self._made
+        step = self._last_step
         owned = [sum(len(x) for x in one.owned.values()) for one in step]
         held = [sum(x.numel() for x in one.weights.values()) for one in step]
         if all(own in (0, all_of_them) for own, all_of_them in zip(owned, held, strict=True)) and len(set(owned)) < 2:
             return None
-        if told := self._exchanged():
+        if told := self._find_exchanged_parts():
             return told
-        owners = self._whole(step, lambda one: {n: torch.full_like(x, step.index(one)) for n, x in one.weights.items()})
-        by = self._sampled(transfer.gradients_to_reference(self._pair.weights, owners, self._shapes))
+        owners = self._assemble_tensors(
+            step, lambda one: {n: torch.full_like(x, step.index(one)) for n, x in one.weights.items()}
+        )
+        by = self._sample_elements(transfer.gradients_to_reference(self._pair.weights, owners, self._shapes))
         ranks = sorted({int(rank) for name, x in wrong.items() for rank in by[name][x].unique()})
         right = sorted({int(rank) for x in by.values() for rank in x.unique()} - set(ranks))
-        others = f"; those of {_numbers(right)} are right" if right else ""
+        others = f"; those of {_name_ranks(right)} are right" if right else ""
         return repairable(
             "optimizer-shards",
-            f"in step {self._next} the parts of the weights that {_numbers(ranks)} stepped are not what the reference's"
-            f" optimizer makes of the same gradients{others}",
+            f"in step {self._next} the parts of the weights that {_name_ranks(ranks)} stepped are not what the "
+            f"reference's optimizer makes of the same gradients{others}",
             "look at which part of the gradients, the weights and the moments these ranks take, and whether their "
             "state was loaded from their own file",
         )
 
-    def _exchanged(self) -> Finding | None:
+    def _find_exchanged_parts(self) -> Finding | None:
         """Return a finding if one part of a weight holds another part's values after the step."""
-        for one in self._made:
+        for one in self._last_step:
             for name, x in one.weights.items():
                 size = len(one.owned.get(name, ()))
                 if not 0 < size < x.numel() or x.numel() % size:
@@ -427,14 +431,14 @@ class TraineeOverRanks:
         clip = self.training.clip
         if clip is None:
             return None
-        told = wrong_norm([one.ran.norm for one in self._made], self._wholes, self.made)
-        factors = [one.clipping.factor for one in self._made]
+        told = wrong_norm([one.ran.norm for one in self._last_step], self._wholes, self.made)
+        factors = [one.clipping.factor for one in self._last_step]
         made = [clip / factor if factor < 1.0 - _CLIPPING else None for factor in factors]
         return told or wrong_norm(made, self._wholes, self.made, _CLIPPING)
 
     def _of_weights(self) -> Finding | None:
         """Return a finding if ranks hold different weights after a step from equal weights and gradients."""
-        told = self._apart(lambda one: one.after)
+        told = self._describe_disagreement(lambda one: one.after)
         if told is None:
             return None
         if (shards := self._not_taken_over()) is not None:
@@ -448,7 +452,7 @@ class TraineeOverRanks:
     def _not_taken_over(self) -> Finding | None:
         """Return a finding if a rank still holds the old values of a part that another rank's optimizer stepped."""
         for owner, other in itertools.permutations(range(self.made.count), 2):
-            one, stale = self._made[owner], self._made[other]
+            one, stale = self._last_step[owner], self._last_step[other]
             for name, at in one.owned.items():
                 now, was, same = (x[name].flatten()[at] for x in (stale.after, stale.weights, one.after))
                 if bool((now != same).any()) and torch.equal(now, was):
@@ -460,10 +464,10 @@ class TraineeOverRanks:
                     )
         return None
 
-    def _apart(self, parts: Callable[[StepOnRank], Mapping[str, Tensor]]) -> str | None:
+    def _describe_disagreement(self, parts: Callable[[StepOnRank], Mapping[str, Tensor]]) -> str | None:
         """Return which values ranks should share but do not; None if they share all of them."""
         held: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-        for rank, one in enumerate(self._made):
+        for rank, one in enumerate(self._last_step):
             for name, x in parts(one).items():
                 whole = one.ran.held[name].whole
                 at = places(self._whole_shapes[whole], one.ran.held[name].split, self.made, rank)
@@ -475,9 +479,9 @@ class TraineeOverRanks:
         return None
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _followed(which: int, one: StepOnRank) -> dict[str, Tensor]:
+def _select_tensors(which: int, one: StepOnRank) -> dict[str, Tensor]:
     return {name: some[which] for name, some in one.followed.items()}

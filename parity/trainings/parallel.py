@@ -95,13 +95,14 @@ def compare_over_ranks_at(
         return dataclasses.replace(request.result("skipped", reason=unavailable), ranks=made.label)
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
         result = catching(
-            lambda: _compared(request, case, checked, made, diagnosis, timeout), partial(error_result, request)
+            lambda: _compare_over_ranks(request, case, checked, made, diagnosis, timeout),
+            partial(error_result, request),
         )
     result = as_printable(with_side_effect_notes(result, disturbed))
     return dataclasses.replace(result, ranks=made.label, seconds=time.perf_counter() - began)
 
 
-def _compared(
+def _compare_over_ranks(
     request: Request, case: Case, checked: CheckedSize, made: Degrees, diagnosis: float | None, timeout: float
 ) -> Result:
     precision, seed, kernels = request.precision, request.seed, request.kernels
@@ -125,7 +126,7 @@ def _compared(
     if result.status != "failed" or diagnosis is None:
         return result
     return catching(
-        lambda: _explained(result, judged, wholes, apart, ran, made, prepared, request, at, diagnosis),
+        lambda: _explain_failure(result, judged, wholes, apart, ran, made, prepared, request, at, diagnosis),
         partial(without_cause, result),
     )
 
@@ -160,7 +161,7 @@ def _between_ranks(
     return result
 
 
-def _explained(
+def _explain_failure(
     result: Result,
     judged: Comparison,
     wholes: Sequence[Whole],

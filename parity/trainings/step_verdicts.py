@@ -103,13 +103,13 @@ class Replay:
         that sign. So if the step differs from the candidate's, it is also made with gradients that are a few FP32
         roundings larger and smaller, and each element is taken from the result that is nearest to the candidate's.
         """
-        right = self._made(update)
+        right = self._make_step(update)
         if not all(one.is_right for one in deviations(update, right, torch.float32)):
-            chosen, taken = self._state(), self._taken
+            chosen, taken = self._copy_state(), self._taken
             for factor in (1.0 - _ROUNDINGS, 1.0 + _ROUNDINGS):
-                self._restore(taken.state)
+                self._restore_state(taken.state)
                 self._take_nearer(self._made_again(update, taken, factor), update.after, right, chosen)
-            self._restore(chosen)
+            self._restore_state(chosen)
         if self._scheduler is not None:
             self._scheduler.step()
         return right
@@ -127,39 +127,41 @@ class Replay:
                 if isinstance(x, Tensor) and x.numel() == nearer.numel():
                     kept[key] = torch.where(nearer.view(x.shape), others[key], x)
 
-    def _state(self) -> _State:
+    def _copy_state(self) -> _State:
         return {parameter: copy.deepcopy(kept) for parameter, kept in self.optimizer.state.items()}
 
-    def _restore(self, state: _State) -> None:
+    def _restore_state(self, state: _State) -> None:
         self.optimizer.state.clear()
         self.optimizer.state.update({parameter: copy.deepcopy(kept) for parameter, kept in state.items()})
 
-    def _made(self, update: Update) -> Named:
+    def _make_step(self, update: Update) -> Named:
         """Return the weights after the optimizer has stepped with an update's gradients."""
-        self._give(update, {name: x.to(self.parameters[name].device) for name, x in update.gradients.items()})
-        last_hook = self.optimizer.register_step_pre_hook(self._take)
+        self._load_weights_and_gradients(
+            update, {name: x.to(self.parameters[name].device) for name, x in update.gradients.items()}
+        )
+        last_hook = self.optimizer.register_step_pre_hook(self._record_step_inputs)
         self.optimizer.step()
         last_hook.remove()
-        return self._weights()
+        return self._copy_weights()
 
     def _made_again(self, update: Update, taken: _Taken, factor: float) -> Named:
         """Return the weights after the same step with gradients times a factor.
 
         Hooks do not run again: one may step a schedule, or may already have changed the gradients that were taken.
         """
-        self._give(update, {name: factor * x for name, x in taken.gradients.items()})
+        self._load_weights_and_gradients(update, {name: factor * x for name, x in taken.gradients.items()})
         optimizer, now = self.optimizer, [dict(group) for group in self.optimizer.param_groups]
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         try:
-            self._set(taken.settings)
+            self._apply_settings(taken.settings)
             optimizer.step()
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
-            self._set(now)
-        return self._weights()
+            self._apply_settings(now)
+        return self._copy_weights()
 
-    def _set(self, settings: Sequence[Mapping[str, Any]]) -> None:
+    def _apply_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
 
@@ -170,12 +172,12 @@ class Replay:
         groups = zip(self.optimizer.param_groups, self._taken.settings, strict=False)
         return {of[id(one)]: float(own["lr"]) for group, own in groups if "lr" in own for one in group["params"]}
 
-    def _take(self, *_: Any) -> None:
+    def _record_step_inputs(self, *_: Any) -> None:
         """Keep the inputs of the optimizer's step as its other hooks leave them."""
         gradients = {name: one.grad.clone() for name, one in self.parameters.items() if one.grad is not None}
-        self._taken = _Taken(self._state(), [dict(group) for group in self.optimizer.param_groups], gradients)
+        self._taken = _Taken(self._copy_state(), [dict(group) for group in self.optimizer.param_groups], gradients)
 
-    def _give(self, update: Update, gradients: Named) -> None:
+    def _load_weights_and_gradients(self, update: Update, gradients: Named) -> None:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 parameter.grad = None  # it has the parameter's previous shape
@@ -183,7 +185,7 @@ class Replay:
                 parameter.data = update.before[name].to(parameter.device, copy=True).view(shape)
                 parameter.grad = gradients[name].clone().view(shape)
 
-    def _weights(self) -> Named:
+    def _copy_weights(self) -> Named:
         return {name: one.detach().flatten().clone() for name, one in self.parameters.items() if one.requires_grad}
 
 
@@ -195,10 +197,10 @@ def deviations(update: Update, expected: Named, dtype: torch.dtype) -> list[Devi
         expected: the reference's weights after the same step.
         dtype: the dtype in which the candidate's optimizer holds its weights.
     """
-    return [_deviation(name, update, right, dtype) for name, right in expected.items()]
+    return [_measure_deviation(name, update, right, dtype) for name, right in expected.items()]
 
 
-def _deviation(name: str, update: Update, right: Tensor, dtype: torch.dtype) -> Deviation:
+def _measure_deviation(name: str, update: Update, right: Tensor, dtype: torch.dtype) -> Deviation:
     step, made = right - update.before[name], update.after[name] - update.before[name]
     size = float(step.norm())
     if not size:
@@ -317,7 +319,7 @@ def wrong_scaling(
             known = [multiplied.get((name, slot.role == "output gradient")) for name in slot.weights]
             expected = max((one for one in known if one is not None), default=None)
         is_known = slot.role == "weight" or is_plain_step
-        title, by = _wrong(before, after, expected if expected else None, is_known)
+        title, by = _diagnose_scaling(before, after, expected if expected else None, is_known)
         if title:
             wrong[title].append((slot.name, by))
     for title, (told, repair) in _TOLD.items():
@@ -328,7 +330,7 @@ def wrong_scaling(
     return None
 
 
-def _wrong(before: Kept, after: Kept, expected: float | None, is_known: bool) -> tuple[str, str]:
+def _diagnose_scaling(before: Kept, after: Kept, expected: float | None, is_known: bool) -> tuple[str, str]:
     """Return the title of the finding on one tensor, and its numbers as text; empty texts if nothing is wrong."""
     if before.history.shape != after.history.shape:
         return "amax-history-lost", ""
@@ -344,7 +346,7 @@ def _wrong(before: Kept, after: Kept, expected: float | None, is_known: bool) ->
         return "amax-history-lost" if is_new and not waits else "amax-not-recorded", ""
     if not pushed and not is_full:
         return "amax-history-lost", ""
-    if pushed and not _follows(before, after, pushed):
+    if pushed and not _scale_follows_history(before, after, pushed):
         newest = float(now[-1])
         return "scale-not-updated", f": it is {after.scale:.4g}, and the newest amax is {newest:.4g}"
     if expected is not None and is_known and pushed:
@@ -370,7 +372,7 @@ def _moved_on(was: Tensor, now: Tensor) -> list[int]:
     return [n for n in reversed(moved) if torch.equal(now[: len(was) - n], was[n:])]
 
 
-def _follows(before: Kept, after: Kept, pushed: Sequence[int]) -> bool:
+def _scale_follows_history(before: Kept, after: Kept, pushed: Sequence[int]) -> bool:
     """Return whether a scale follows from its history, into which one of these counts of new amaxes was pushed."""
     recipe: Any = before.slot.recipe
     is_own = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None

@@ -322,9 +322,9 @@ class Trainee:
         is given.
         """
         pair = with_weights(build(case, checked, seed, kernels), prepared, precision)
-        self._begin(pair, checked, prepared, precision, seed, kernels, switch, backend)
+        self._begin_training(pair, checked, prepared, precision, seed, kernels, switch, backend)
 
-    def _begin(
+    def _begin_training(
         self,
         pair: Pair,
         checked: CheckedSize,
@@ -343,8 +343,8 @@ class Trainee:
         self._module = pair.candidate
         self.moved_in_calls: set[str] = set()
         autocast = partial(precision.autocast, kernels, group)
-        around = partial(_called, pair.candidate, self.moved_in_calls, autocast)
-        call = _recomputed(kernels.te, pair.call_candidate) if switch == "recompute" else pair.call_candidate
+        around = partial(_note_moved_buffers, pair.candidate, self.moved_in_calls, autocast)
+        call = _wrap_in_checkpoint(kernels.te, pair.call_candidate) if switch == "recompute" else pair.call_candidate
         self._model = Model(
             pair.candidate, call, training.loss, around, precision.new_recipe(), switches.cuda_of(kernels)
         )
@@ -393,7 +393,7 @@ class Trainee:
         step = self._step_on(self._prepared)
 
         def once() -> None:
-            args, kwargs = as_arguments(_leaves(self._prepared.inputs))
+            args, kwargs = as_arguments(_copy_as_leaves(self._prepared.inputs))
             with restored_buffers(self._module):
                 step(self._model, self.optimizer, *args, **kwargs)
             self._module.zero_grad(set_to_none=True)
@@ -409,7 +409,7 @@ class Trainee:
         Raises:
             switches.NotCaptured: if it cannot be captured.
         """
-        args, kwargs = as_arguments(_leaves(self._prepared.inputs))
+        args, kwargs = as_arguments(_copy_as_leaves(self._prepared.inputs))
         with restored_buffers(self._module):
             step = switches.captured(self._capture, self._model, self.optimizer, args, kwargs)
         self._is_captured = True
@@ -482,7 +482,7 @@ class Trainee:
         for slot in slots(self._module):
             found[SCALES][slot.name] = digest(slot.scale)
             found[HISTORIES][slot.name] = digest(slot.history)
-        found[COPIES] = {name: digest(one) for name, one in self._copies().items()}
+        found[COPIES] = {name: digest(one) for name, one in self._optimizer_copies().items()}
         for name, parameter in self._optimized.stepped.items():
             for key, value in self._optimized.kept_of(parameter).items():
                 found.setdefault(f"the optimizer's {key}", {})[name] = digest(value)
@@ -563,10 +563,10 @@ class Trainee:
         Raises:
             UserError: if the step does not return a loss of one number, or does not step its optimizer exactly once.
         """
-        args, kwargs = as_arguments(_leaves(prepared.inputs))
+        args, kwargs = as_arguments(_copy_as_leaves(prepared.inputs))
         before, step = self._followed_weights(), self._step_on(prepared)
         scaling, stale = kept(self._module, self._optimized.quantized_from), tuple(state.stale_transposes(self._module))
-        copies, astray = self._stale_copies(), self._astray()
+        copies, astray = self._stale_copies(), self._measure_map_deviations()
         self._model.calls.clear()
         is_own = self.training.candidate_step is not None
         watching = watched(self._module, self.optimizer, self._optimized, self._written, is_own)
@@ -598,13 +598,13 @@ class Trainee:
         if not (self.training.candidate_step or self._replayed):  # these may scale the loss, and gradients back later
             tensors |= {("input gradient", name): x.grad for name, x in leaves.items() if x.grad is not None}
         gradients = {name: or_zero(raw.get(name), one) for name, one in self._module.named_parameters()}
-        tensors |= {("weight gradient", name): x for name, x in self._gradients(gradients).items()}
+        tensors |= {("weight gradient", name): x for name, x in self._map_gradients(gradients).items()}
         given = {name: or_zero(used.get(name), one) for name, one in self._module.named_parameters()}
         update = Update(
             before,
-            self._sampled(self._gradients(given)),
+            self._select_followed_elements(self._map_gradients(given)),
             self._followed_weights(),
-            self._moments(),
+            self._followed_moments(),
             self._optimized.kept_in(),
             self._are_whole,
             seen.rates,
@@ -612,7 +612,7 @@ class Trainee:
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
         now = kept(self._module)
         moves = tuple((one, now[key]) for key, one in scaling.items() if key in now)
-        noise, later = self._noise(lost), self._stale_copies()
+        noise, later = self._draw_sum_noise(lost), self._stale_copies()
         unmade = tuple(name for name, one in copies.items() if later.get(name) == one)
         return Stepped(
             *(
@@ -624,16 +624,20 @@ class Trainee:
                 noise,
                 seen.moved,
                 calls,
-                self._apart(),
+                self._find_diverged_parameters(),
                 stale,
             ),
             unmade,
             self.buffers,
             tuple(seen.written_later(self._optimized.stepped)),
-            {name: x for name, x in self._astray().items() if not torch.allclose(x, astray[name], 0.0, _IN_FP64)},
+            {
+                name: x
+                for name, x in self._measure_map_deviations().items()
+                if not torch.allclose(x, astray[name], 0.0, _IN_FP64)
+            },
         )
 
-    def _astray(self) -> Named:
+    def _measure_map_deviations(self) -> Named:
         """Return the distance of each copy of a parameter, and of each constant, from what the map makes them."""
         weights = {x: y for x, y in self._pair.weights.items() if holds(x, Constant) or holds(y, Copies)}
         held = self._optimized.held() if weights else {}
@@ -647,7 +651,7 @@ class Trainee:
         found = state.stale_transposes(self._module, in_a_graph=True) if self._is_captured else {}
         return {name: digest(one) for name, one in found.items()}
 
-    def _noise(self, lost: Mapping[str, Lost]) -> Tensors:
+    def _draw_sum_noise(self, lost: Mapping[str, Lost]) -> Tensors:
         """Return noise of the size of the errors of sums, by the gradients' names in the reference."""
         if not any(one.additions > 1 for one in lost.values()):
             return {}
@@ -656,36 +660,39 @@ class Trainee:
             if one.additions > 1:
                 drawn = Rng(0, f"sums of {name}").normal(*one.variance.shape).to(one.variance)
                 noise[name] = one.variance.sqrt() * drawn
-        return {("weight gradient", name): x for name, x in self._gradients(noise).items() if bool(x.any())}
+        return {("weight gradient", name): x for name, x in self._map_gradients(noise).items() if bool(x.any())}
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's settings for each parameter, by its name in the reference."""
         return self._optimized.settings
 
-    def _copies(self) -> Named:
+    def _optimizer_copies(self) -> Named:
         """Return the copies that the optimizer steps in place of the module's parameters, by the parameters' names."""
         return self._optimized.copies()
 
-    def _apart(self) -> tuple[str, ...]:
+    def _find_diverged_parameters(self) -> tuple[str, ...]:
         """Return the parameters that differ from the optimizer's copies by more than an ulp."""
         return self._optimized.apart()
 
     def _followed_weights(self) -> Named:
         """Return the followed elements of the weights that the optimizer steps, which may be FP32 copies."""
-        return self._sampled(self._to_reference(self._optimized.held()))
+        return self._select_followed_elements(self._to_reference(self._optimized.held()))
 
-    def _moments(self) -> dict[str, Named]:
+    def _followed_moments(self) -> dict[str, Named]:
         """Return the optimizer's moments of the followed elements."""
-        return {key: self._sampled(self._gradients(some)) for key, some in self._optimized.moments().items()}
+        return {
+            key: self._select_followed_elements(self._map_gradients(some))
+            for key, some in self._optimized.moments().items()
+        }
 
-    def _sampled(self, tensors: Mapping[str, Tensor]) -> Named:
+    def _select_followed_elements(self, tensors: Mapping[str, Tensor]) -> Named:
         return {name: x.detach().reshape(-1)[self._places[name]].double() for name, x in tensors.items()}
 
     def _to_reference(self, tensors: Mapping[str, Tensor]) -> Named:
         return transfer.to_reference(self._pair.weights, tensors, self._shapes)
 
-    def _gradients(self, tensors: Mapping[str, Tensor]) -> Named:
+    def _map_gradients(self, tensors: Mapping[str, Tensor]) -> Named:
         return transfer.gradients_to_reference(self._pair.weights, tensors, self._shapes)
 
 
@@ -694,7 +701,9 @@ def _are_same(some: Named, others: Named) -> bool:
 
 
 @contextmanager
-def _called(module: nn.Module, moved: set[str], around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def _note_moved_buffers(
+    module: nn.Module, moved: set[str], around: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
     """Add the buffers that a call of the module changes within the context to ``moved``."""
     before = {name: (one, one._version) for name, one in module.named_buffers()}
     with around():
@@ -712,11 +721,11 @@ def digest(value: Any) -> bytes:
     return hashlib.blake2b(plain.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 
-def _leaves(inputs: Any) -> Any:
+def _copy_as_leaves(inputs: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()), inputs)
 
 
-def _recomputed(te: ModuleType, call: Callable[..., Any] | None) -> Callable[..., Any]:
+def _wrap_in_checkpoint(te: ModuleType, call: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a call that ``te.checkpoint`` makes, so that the backward pass computes it again."""
 
     def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

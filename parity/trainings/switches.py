@@ -59,11 +59,11 @@ def captured(
             if "captur" not in said(error):
                 raise
             if stream is not None:
-                _end(stream, pools)
-            raise NotCaptured(said(error)) from _first(error)
+                _end_capture(stream, pools)
+            raise NotCaptured(said(error)) from _find_first_error(error)
 
 
-def _first(error: BaseException) -> BaseException:
+def _find_first_error(error: BaseException) -> BaseException:
     """Return the first error of a capture, because the last one only says that there was an error."""
     while isinstance(error.__context__, RuntimeError) and "captur" in said(error.__context__):
         error = error.__context__
@@ -96,7 +96,7 @@ def _pools_known() -> Iterator[list[Any]]:
         kind.capture_begin = begins
 
 
-def _end(stream: torch.cuda.Stream, pools: list[Any]) -> None:
+def _end_capture(stream: torch.cuda.Stream, pools: list[Any]) -> None:
     """Undo what the start of a capture changed, and return to the stream that was current before it."""
     torch.cuda.set_stream(stream)
     if pools:
@@ -131,7 +131,7 @@ def captured_by_te(te: ModuleType, model: Model, optimizer: Optimizer, *args: An
     become the module's defaults first.
     """
     module = model.module
-    positional, named = _arguments(model, args, kwargs)
+    positional, named = _find_module_arguments(model, args, kwargs)
     others = [type(one).__name__ for one in positional if not isinstance(one, Tensor)]
     if others:
         raise UserError(
@@ -142,10 +142,10 @@ def captured_by_te(te: ModuleType, model: Model, optimizer: Optimizer, *args: An
     constants = {name: one for name, one in named.items() if not isinstance(one, Tensor)}
     if constants:
         module.forward = partial(module.forward, **constants)
-    tensors = {name: _like(one) for name, one in named.items() if name not in constants}
+    tensors = {name: _clone_arguments(one) for name, one in named.items() if name not in constants}
     te.make_graphed_callables(
         module,
-        _like(positional),
+        _clone_arguments(positional),
         sample_kwargs=tensors,
         allow_unused_input=True,
         enabled=model.recipe is not None,
@@ -157,7 +157,9 @@ class _Reached(BaseException):
     """Raised when a module is called, to keep it from running."""
 
 
-def _arguments(model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
+def _find_module_arguments(
+    model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Any]:
     """Return the arguments with which the pair calls the module itself."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -181,7 +183,7 @@ def _arguments(model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return found[0]
 
 
-def _like(arguments: Any) -> Any:
+def _clone_arguments(arguments: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), arguments)
 
 
@@ -232,19 +234,19 @@ def compiled_anew() -> Iterator[Callable[[], int]]:
 
 def offloaded_by_te(te: ModuleType, journal: Journal, module: nn.Module) -> None:
     """Make TE offload what each of its modules in a candidate saves for the backward pass."""
-    for layer in _layers(module):
-        layer.forward = partial(_offloaded, te, journal, layer.forward)
+    for layer in _find_te_layers(module):
+        layer.forward = partial(_call_with_offload, te, journal, layer.forward)
 
 
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
+def _find_te_layers(module: nn.Module) -> Iterator[nn.Module]:
     if is_of_te(type(module)):
         yield module
         return
     for one in module.children():
-        yield from _layers(one)
+        yield from _find_te_layers(one)
 
 
-def _offloaded(te: ModuleType, journal: Journal, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_with_offload(te: ModuleType, journal: Journal, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a module while TE offloads its saved tensors, and return what it returns.
 
     TE's context counts the layers that enter it, and does not offload the last one (``get_cpu_offload_context`` in
@@ -302,9 +304,9 @@ class Journal:
         entered = getattr(own, "OFFLOAD_SYNCHRONIZER", None)
         for number, layer in getattr(entered, "layer_states", {}).items():
             if "push_tensor" not in vars(layer):
-                self._follow(number, layer)
+                self._follow_layer(number, layer)
 
-    def _follow(self, number: int, layer: Any) -> None:
+    def _follow_layer(self, number: int, layer: Any) -> None:
         kind, own = type(layer), weakref.ref(layer)
         held: dict[Any, _Saved] = {}  # what this layer's memory holds now
 

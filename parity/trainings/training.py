@@ -255,7 +255,8 @@ def train_at(
         ExitStack() as resuming,
     ):
         result = catching(
-            lambda: _trained(request, checked, steps, switch, diagnosis, resuming, made), partial(error_result, request)
+            lambda: _train_and_judge(request, checked, steps, switch, diagnosis, resuming, made),
+            partial(error_result, request),
         )
         if graphs_compiled is not None and result.passed and not graphs_compiled():
             result = request.result("skipped", reason=_NOT_COMPILED)
@@ -263,7 +264,7 @@ def train_at(
     return dataclasses.replace(result, ranks=made.label if made else "", seconds=time.perf_counter() - began)
 
 
-def _trained(
+def _train_and_judge(
     request: Request,
     checked: CheckedSize,
     steps: int,
@@ -277,18 +278,18 @@ def _trained(
     first = step_case(case, 1, None, seed)
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
     try:
-        trainee, without = _begin(request, checked, prepared, steps, switch, resuming, made)
+        trainee, without = _make_trainee(request, checked, prepared, steps, switch, resuming, made)
         if switch in ("resume-dcp", "resume-safetensors") and (trainee.training.save or trainee.training.load):
             return request.result("skipped", reason=_NOT_OWN.format(switch))
-        replay = _replay(prepared, trainee.training)
+        replay = _make_replay(prepared, trainee.training)
         run = _Run(request, checked, steps, switch, diagnosis, trainee, without, replay, begun=trainee.buffers)
         run.notes += without.notes if without else []
         for number in range(1, steps + 1):
-            weights, run.buffers = run.trainee.weights, _buffers(run, prepared)
+            weights, run.buffers = run.trainee.weights, _find_changed_buffers(run, prepared)
             held = run.trainee.quantized  # settling the scales may have changed these before step 1
             is_first = number == 1 and (not held or prepared.unlike)  # ``held`` would hide unlike weights
             step = first if is_first else run.case_of(number, weights, held)
-            prepared = _prepared(run, step, number, weights)
+            prepared = _prepare_step(run, step, number, weights)
             buffers = run.trainee.buffers
             one = _make_step(run, step, number, prepared, resuming)
             one = _before_clipping(
@@ -296,12 +297,12 @@ def _trained(
             )
             run.history.append(one.stepped.update.remembered())
             judged = run.judge(step, _candidate_run(one.stepped)).result
-            _note(run, number, judged, prepared, one.stepped)
+            _note_step(run, number, judged, prepared, one.stepped)
             judged = _with_findings(run, one, judged)
             if judged.status != "passed" or judged.findings:
                 return _first_wrong(run, judged)
             run.weights, run.amaxes = weights, prepared.past.after_step()
-            _add(run.gradients, one.stepped)
+            _add_gradients(run.gradients, one.stepped)
             run.strayed |= one.stepped.strayed
     except _Ended as ended_early:
         return ended_early.result
@@ -310,7 +311,7 @@ def _trained(
     return run.result("passed", reason=judged.reason, notes=judged.notes)
 
 
-def _buffers(run: _Run, before: Prepared) -> Buffers:
+def _find_changed_buffers(run: _Run, before: Prepared) -> Buffers:
     """Return the candidate's buffers that its training has changed, and those of the reference that are set to them.
 
     These are the buffers that the reference's own forward pass changes, such as running statistics, and those that the
@@ -342,7 +343,7 @@ def _offloads_nothing(trainee: Trainee | TraineeOverRanks) -> bool:
     return isinstance(trainee, Trainee) and not trainee.training.offload and not trainee.journal.offloaded
 
 
-def _begin(
+def _make_trainee(
     request: Request,
     checked: CheckedSize,
     prepared: Prepared,
@@ -375,7 +376,7 @@ def _begin(
     return trainee, None
 
 
-def _prepared(run: _Run, step: Case, number: int, weights: Named) -> Prepared:
+def _prepare_step(run: _Run, step: Case, number: int, weights: Named) -> Prepared:
     """Return the reference of a step, with golden.
 
     Raises:
@@ -383,11 +384,11 @@ def _prepared(run: _Run, step: Case, number: int, weights: Named) -> Prepared:
     """
     dtype = run.request.precision.dtype
     if number > 1 and (why := _too_large("its weights", weights.values(), dtype)):
-        raise _Ended(_diverged(run, number, why))
+        raise _Ended(_report_divergence(run, number, why))
     prepared = prepare(step, run.checked, dtype, run.request.seed, run.request.kernels)
     golden = (*prepared.golden.outputs.values(), *prepared.golden.weight_gradients.values())
     if number > 1 and (why := _too_large("the reference's loss and gradients", golden, torch.float32)):
-        raise _Ended(_diverged(run, number, why))
+        raise _Ended(_report_divergence(run, number, why))
     if run.request.precision.warmup_passes:
         prepared.past.is_followed, prepared.past.before = True, run.amaxes
     return prepared
@@ -445,7 +446,7 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
     stepped, prepared, trainee = made.stepped, made.prepared, run.trainee
     if made.lost is not None:
         return dataclasses.replace(judged, findings=(made.lost,))
-    multiplied = _multiplied(prepared)
+    multiplied = _find_largest_operands(prepared)
     if isinstance(trainee, TraineeOverRanks):
         if between := trainee.between_ranks(judged, prepared):
             return dataclasses.replace(judged, findings=(between,))
@@ -463,7 +464,7 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
 
 def _with_differences(run: _Run, made: _Made, beside: Beside, trainee: Trainee, judged: Result) -> Result:
     """Return the verdict with the reason why a step differs from the same step without a graph or offloading."""
-    explained = None if judged.passed else partial(_explained, run, made, judged)
+    explained = None if judged.passed else partial(_explain_wrong_step, run, made, judged)
     differing = dataclasses.replace(judged, status="failed") if judged.passed else judged
     if run.diagnosis is None:
         return differing
@@ -485,7 +486,7 @@ def _with_cause(run: _Run, made: _Made, judged: Result, scaled: Finding | None) 
         _Ended: if a faithful computation of the step overflows as well.
     """
     number, trainee = made.number, run.trainee
-    judged = catching(partial(_explained, run, made, judged), partial(without_cause, judged))
+    judged = catching(partial(_explain_wrong_step, run, made, judged), partial(without_cause, judged))
     if run.switch == "compile" and [one.title for one in judged.findings] == ["state-between-steps"]:
         anew = partial(_is_right_anew, run, made)
         tried = () if trainee.training.compile else backends(run.request.kernels)
@@ -497,7 +498,7 @@ def _with_cause(run: _Run, made: _Made, judged: Result, scaled: Finding | None) 
         judged = dataclasses.replace(judged, findings=(trainee.unexplained(judged, made.prepared),))
     if number > 1 and {one.title for one in judged.findings} == {"precision-overflows"}:
         why = f"a faithful {run.request.precision.name} computation of the step overflows"
-        raise _Ended(_diverged(run, number, why))
+        raise _Ended(_report_divergence(run, number, why))
     return judged
 
 
@@ -528,7 +529,7 @@ def _too_large(what: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> str:
     return f"{what} reach {largest:.2g}, and the largest number of {name} is {limit:.2g}"
 
 
-def _diverged(run: _Run, number: int, why: str) -> Result:
+def _report_divergence(run: _Run, number: int, why: str) -> Result:
     """Return the result of a training whose next step cannot be judged."""
     own: list[float] | None = None
     with suppress(NothingToJudge):
@@ -555,18 +556,18 @@ def _is_right_anew(run: _Run, made: _Made, backend: str) -> bool:
     return run.judge(made.case, _candidate_run(stepped)).result.status == "passed"
 
 
-def _replay(prepared: Prepared, training: Training, setting: Setting | None = None) -> Replay:
+def _make_replay(prepared: Prepared, training: Training, setting: Setting | None = None) -> Replay:
     edit = setting.edit if setting else (lambda optimizer: optimizer)
     return Replay(prepared.reference, reference_optimizer(training), training.scheduler, edit)
 
 
-def _fused(prepared: Prepared) -> dict[str, tuple[str, ...]]:
+def _find_fused_parameters(prepared: Prepared) -> dict[str, tuple[str, ...]]:
     """Return the candidate's parameters that hold several of the reference's, with the names of the latter."""
     sides = ((list(names(right)), tuple(names(left))) for left, right in prepared.weights.items())
     return {own[0]: held for own, held in sides if len(own) == 1 < len(held)}
 
 
-def _multiplied(prepared: Prepared) -> dict[tuple[str, bool], float]:
+def _find_largest_operands(prepared: Prepared) -> dict[tuple[str, bool], float]:
     """Return the largest magnitude, in the reference, of the operand that each of the candidate's weights multiplies.
 
     Keys are the weight's name and whether the operand is a gradient.
@@ -581,7 +582,7 @@ def _multiplied(prepared: Prepared) -> dict[tuple[str, bool], float]:
     return found
 
 
-def _note(run: _Run, number: int, judged: Result, prepared: Prepared, stepped: Stepped) -> None:
+def _note_step(run: _Run, number: int, judged: Result, prepared: Prepared, stepped: Stepped) -> None:
     for tensor in judged.tensors:
         if tensor.kind == "weight gradient" and tensor.numel:
             run.limits[tensor.name] = max(run.limits.get(tensor.name, 0.0), tensor.tolerance_relative_l2)
@@ -595,13 +596,13 @@ def _note(run: _Run, number: int, judged: Result, prepared: Prepared, stepped: S
     run.told.append(Step(number, loss, golden, judged.margin))
 
 
-def _add(total: Named, stepped: Stepped) -> None:
+def _add_gradients(total: Named, stepped: Stepped) -> None:
     for (kind, name), x in stepped.tensors.items():
         if kind == "weight gradient":
             total[name] = total[name] + x if name in total else x.float()
 
 
-def _explained(run: _Run, made: _Made, judged: Result) -> Result:
+def _explain_wrong_step(run: _Run, made: _Made, judged: Result) -> Result:
     """Return the verdict on a step whose loss or gradients are wrong, with the cause."""
     if judged.status != "failed" or run.diagnosis is None:
         return judged
@@ -740,10 +741,10 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
         return optimizer_explained(
             run.history,
             wrong,
-            lambda setting: _replay(prepared, training, setting),
+            lambda setting: _make_replay(prepared, training, setting),
             dtype,
             trainee.settings,
-            _fused(prepared),
+            _find_fused_parameters(prepared),
             stepped.written,
         )
     if stepped.apart:

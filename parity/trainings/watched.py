@@ -162,11 +162,11 @@ def watched(
 
     def begin(name: str, parameter: nn.Parameter, _: Tensor) -> None:
         if name in seen.sizes and parameter.grad is not None:
-            seen.between.append((seen.sizes[name], _size(parameter.grad)))
+            seen.between.append((seen.sizes[name], _compute_gradient_norm(parameter.grad)))
 
     def end(name: str, parameter: nn.Parameter) -> None:
         if (gradient := state.gradient(parameter)) is not None:
-            seen.sizes[name] = _size(gradient)
+            seen.sizes[name] = _compute_gradient_norm(gradient)
 
     hooks = [optimizer.register_step_pre_hook(keep), optimizer.register_step_post_hook(leave)]
     for name, one in module.named_parameters() if is_own else ():
@@ -215,7 +215,7 @@ def norm_together(tensors: Iterable[Tensor], order: float = 2.0) -> float:
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order)) if norms else 0.0
 
 
-def _size(gradient: Tensor) -> Tensor:
+def _compute_gradient_norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(own_part(gradient.detach()), dtype=torch.float64)
 
 

@@ -322,7 +322,7 @@ def test_the_command_writes_a_table_and_its_code_says_if_all_lie_within(tmp_path
     for value, code in ((0.5, 0), (1.5, 1)):
         record.start(file, record.environment_line(fakes.ENVIRONMENT))
         record.append(file, record.result_line(result(value)))
-        assert limits._main(str(file), str(report)) == code
+        assert limits._write_report(str(file), str(report)) == code
     assert "emulated" in report.read_text()
     assert "| bf16" in report.read_text()
 
@@ -331,11 +331,11 @@ def test_a_run_in_which_nothing_was_judged_is_no_pass(tmp_path: Path) -> None:
     file = tmp_path / "suite.jsonl"
     record.start(file, record.environment_line(fakes.ENVIRONMENT))
     record.append(file, record.result_line(fakes.result(status="skipped", reason="no FP8", tensors=())))
-    assert limits._main(str(file), str(tmp_path / "limits.md")) == 2
+    assert limits._write_report(str(file), str(tmp_path / "limits.md")) == 2
 
 
 def test_without_a_record_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert limits._main(str(tmp_path / "absent.jsonl"), str(tmp_path / "limits.md")) == 2
+    assert limits._write_report(str(tmp_path / "absent.jsonl"), str(tmp_path / "limits.md")) == 2
     assert "cannot read" in capsys.readouterr().err
 
 

@@ -30,7 +30,7 @@ def drawn(position: int) -> list:
 
 
 def test_a_number_always_draws_the_same_model():
-    assert [right_ports._model(number).factory.args for number in range(3)] == [
+    assert [right_ports._draw_model(number).factory.args for number in range(3)] == [
         case.factory.args for case in list(MODELS.values())[:3]
     ]
 

@@ -106,14 +106,14 @@ def test_the_table_of_numbers_knows_only_numbers_that_there_are():
 
 def test_a_changed_number_counts_wherever_it_is_read_and_only_as_long():
     law = limits.Law(0.0, 0.1, 100, 100, 1.0)
-    before = law.limit("norm"), statistics._DEVIATIONS, statistics._chance(100.0)
+    before = law.limit("norm"), statistics._DEVIATIONS, statistics._compute_chance_factor(100.0)
     with judge_constants.multiplied("limits.STATISTICS_A_RUN", 0.5):
         assert law.limit("norm") < before[0]
         assert before[1] > statistics._DEVIATIONS
         assert statistics.STATISTICS_A_RUN == limits.STATISTICS_A_RUN == 10_000
     with judge_constants.multiplied("statistics._BY_CHANCE", 2.0):
-        assert statistics._chance(100.0) == pytest.approx(1.6)
-    assert (law.limit("norm"), statistics._DEVIATIONS, statistics._chance(100.0)) == before
+        assert statistics._compute_chance_factor(100.0) == pytest.approx(1.6)
+    assert (law.limit("norm"), statistics._DEVIATIONS, statistics._compute_chance_factor(100.0)) == before
 
 
 def test_verdicts_on_passes_that_are_kept_are_those_on_new_ones():

@@ -174,8 +174,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(module, name, counted)
 
-    count(prepare_page, "_prepared")
-    count(directions, "_directions")
+    count(prepare_page, "_prepare_case")
+    count(directions, "_find_directions")
     count(all_passes, "run_model")
     return counts
 
@@ -197,13 +197,13 @@ def test_golden_and_the_directions_are_computed_once_a_seed_for_all_precisions_o
     computed: Counter[str],
 ) -> None:
     run(norm_case(16), "bf16", "fp8_delayed", "fp8_current")
-    assert computed["prepared"] == computed["directions"] == len(SEEDS)
+    assert computed["prepare_case"] == computed["find_directions"] == len(SEEDS)
 
 
 @pytest.mark.usefixtures("nothing_kept")
 def test_a_dtype_that_comes_between_does_not_make_them_computed_again(computed: Counter[str]) -> None:
     run(norm_case(16), "fp32", "bf16", "fp16", "fp8_delayed")
-    assert computed["prepared"] == computed["directions"] == 3 * len(SEEDS)
+    assert computed["prepare_case"] == computed["find_directions"] == 3 * len(SEEDS)
 
 
 @pytest.mark.usefixtures("nothing_kept")

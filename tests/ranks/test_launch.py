@@ -104,16 +104,16 @@ def _print_without_end() -> None:
 
 def test_a_rank_that_prints_without_end_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    shorten = launching._shorten
+    shorten = launching._shorten_file
     monkeypatch.setattr(launching, "_LOOKS", 0.1)
     monkeypatch.setattr(launching, "_MOST_PRINTED", 200_000)
     monkeypatch.setattr(launching, "_KEPT", 100_000)
 
     def shorten_and_look(file: Path) -> None:
         shorten(file)
-        sizes.append(launching._size(file))
+        sizes.append(launching._get_file_size(file))
 
-    monkeypatch.setattr(launching, "_shorten", shorten_and_look)
+    monkeypatch.setattr(launching, "_shorten_file", shorten_and_look)
     with pytest.raises(RanksFailed) as caught:
         launch(_alone, 2, (_print_without_end,), timeout=3.0)
     by_rank = {failure.rank: failure for failure in caught.value.failures}

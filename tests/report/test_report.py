@@ -304,7 +304,7 @@ def test_a_report_says_the_same_as_if_all_of_each_result_were_kept(monkeypatch: 
     results = [result(case, precision) for case in ("mlp", "norm") for precision in ("fp32", "bf16")]
     results += [result("linear", seed=0), result("linear", seed=1, margin=9.0)]
     kept = digest_of(*results)
-    monkeypatch.setattr(markdown, "_shown", lambda result, _: result)
+    monkeypatch.setattr(markdown, "_trim_result", lambda result, _: result)
     whole = digest_of(*results)
     assert kept.items != whole.items
     assert markdown.draw(kept, "run") == markdown.draw(whole, "run")

@@ -289,11 +289,11 @@ def test_slopes_that_a_port_forgets_do_not_come_from_the_port_before() -> None:
 def test_a_cache_holds_nothing_of_before_inside_and_the_same_again_after(module: str, name: str) -> None:
     te.kernels("cpu")
     importlib.import_module(module)
-    cache = state._held(module, name)
+    cache = state._find_cache(module, name)
     if cache is None:
         pytest.skip("this version of TE has no such cache")
     before = cache.copy()
-    with state._holding(cache, {"_alibi_slopes": 1} if isinstance(cache, dict) else [1]):
+    with state._replace_cache_content(cache, {"_alibi_slopes": 1} if isinstance(cache, dict) else [1]):
         content = cache.copy()
         with state.fresh_caches():
             assert not any(cache.values() if isinstance(cache, dict) else cache)

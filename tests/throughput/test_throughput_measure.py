@@ -328,8 +328,8 @@ def test_clocks_are_asked_for_while_the_gpu_still_works(gpu: list[str], monkeypa
 
 
 def test_inputs_that_rotate_fill_the_last_cache_twice(gpu: list[str]) -> None:
-    assert workload._sets(torch.zeros(1 << 18, dtype=torch.float16), CUDA) == 1 + 4
-    assert workload._sets(torch.zeros(1 << 24, dtype=torch.uint8), CUDA) == 2
+    assert workload._count_input_sets(torch.zeros(1 << 18, dtype=torch.float16), CUDA) == 1 + 4
+    assert workload._count_input_sets(torch.zeros(1 << 24, dtype=torch.uint8), CUDA) == 2
 
 
 def test_a_kernel_call_is_timed_behind_a_sleeping_gpu(gpu: list[str]) -> None:

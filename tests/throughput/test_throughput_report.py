@@ -183,25 +183,25 @@ def reasons(file: Path) -> list[str]:
 
 def test_a_process_that_a_kernel_ends_loses_that_row_alone(tmp_path: Path) -> None:
     processes = Processes(tmp_path / "lines", None, True)
-    command._measure(WORK, BOTH, processes, tmp_path / "lines")
+    command._measure_workload(WORK, BOTH, processes, tmp_path / "lines")
     assert reasons(tmp_path / "lines") == ["the process ended in this measurement", "measured", "measured"]
     assert processes.asked == [3, 2]
 
 
 def test_after_an_error_of_the_gpu_another_process_goes_on(tmp_path: Path) -> None:
     processes = Processes(tmp_path / "lines", False, True)
-    command._measure(WORK, BOTH, processes, tmp_path / "lines")
+    command._measure_workload(WORK, BOTH, processes, tmp_path / "lines")
     assert reasons(tmp_path / "lines") == ["measured"] * 3
 
 
 def test_processes_that_are_ended_again_and_again_leave_a_row_each(tmp_path: Path) -> None:
-    command._measure(WORK, BOTH, Processes(tmp_path / "lines", None, None, None), tmp_path / "lines")
+    command._measure_workload(WORK, BOTH, Processes(tmp_path / "lines", None, None, None), tmp_path / "lines")
     assert reasons(tmp_path / "lines") == ["the process ended in this measurement"] * 3
 
 
 def test_compiled_modules_come_after_all_else() -> None:
     other = Workload(TINY, "unknown_flops", dict(batch=16, hidden=16))
-    rounds = command._rounds([WORK, other], [Implementation(EAGER, "bf16"), Implementation(COMPILED, "bf16")])
+    rounds = command._plan_rounds([WORK, other], [Implementation(EAGER, "bf16"), Implementation(COMPILED, "bf16")])
     found = [(workload.case, each.kind) for workload, some in rounds for each in some]
     assert found == [(case, kind) for kind in (EAGER, COMPILED) for case in ("tiny_linear", "unknown_flops")]
 

@@ -30,7 +30,7 @@ from transformer_engine.pytorch.module import layernorm_linear
 
 import parity
 from parity.result import to_json
-from parity.trace.effects import _tables, _umask, undisturbed
+from parity.trace.effects import _find_known_entries, _read_umask, undisturbed
 
 
 def set_to(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -159,7 +159,7 @@ MISCHIEFS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "sys.path": (lambda: sys.path.append("/of/a/pair"), lambda: list(sys.path)),
     "sys.stdout": (set_to(sys, "stdout", None), lambda: sys.stdout),
     "what NumPy does with overflow and the like": (lambda: np.seterr(all="raise"), np.geterr),
-    "the mask of new files": (lambda: os.umask(0o777), _umask),
+    "the mask of new files": (lambda: os.umask(0o777), _read_umask),
     "the handler of SIGINT": (
         lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         lambda: signal.getsignal(signal.SIGINT),
@@ -188,7 +188,7 @@ def test_it_is_put_back_and_named(name: str) -> None:
 
 def test_finders_that_a_library_adds_while_it_is_imported_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    _tables()
+    _find_known_entries()
     finders = type("Finder", (), {"find_spec": lambda *_: None}), type("Other", (), {"find_spec": lambda *_: None})
     sys.meta_path.append(finders[0])
     with undisturbed() as disturbed:
@@ -203,7 +203,7 @@ def test_finders_that_a_library_adds_while_it_is_imported_stay(monkeypatch: pyte
 
 @pytest.mark.parametrize("package", ["torch.nn", "torch.autograd", "transformer_engine", "te_on_cpu", "numpy.linalg"])
 def test_a_function_of_any_module_and_method_of_any_class_is_put_back(package: str) -> None:
-    places = [one for one in _tables()[0][0].read.__self__._all if f"{one.name}.".startswith(f"{package}.")]
+    places = [one for one in _find_known_entries()[0][0].read.__self__._all if f"{one.name}.".startswith(f"{package}.")]
     functions = [
         (one, name, value)
         for one in places

@@ -135,17 +135,17 @@ def run_limited(arguments: Sequence[str], limit: float, log: Path, grace: float 
                 code: int | None = process.wait(timeout=limit)
             except subprocess.TimeoutExpired:
                 code = None
-                _signal(process, signal.SIGINT)
+                _signal_group(process, signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=grace)
             finally:
-                _signal(process, signal.SIGKILL)
+                _signal_group(process, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may not let a process end at once
                     process.wait(timeout=grace)
     return Ended(code, time.monotonic() - began)
 
 
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """Send a signal to the process and its children, which are one group because it leads a session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
@@ -230,7 +230,7 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
     caveat = NO_GPU if not on_gpu else _SMALL if quick else ""
     backend = ("--backend", "gpu" if on_gpu else "cpu")
     return [
-        Step("doctor", "What can this machine run?", _parity("doctor"), 1.2, (), doctor),
+        Step("doctor", "What can this machine run?", _build_command("doctor"), 1.2, (), doctor),
         Step(
             "facts",
             "How do its kernels read operands and add products?",
@@ -243,7 +243,9 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
         Step(
             "suite",
             "Is TE right, on its real kernels, at every precision of this GPU?",
-            _parity("run", *backend, "--report", folder, "--name", "suite", *(_SMALL_SUITE if small else _SUITE)),
+            _build_command(
+                "run", *backend, "--report", folder, "--name", "suite", *(_SMALL_SUITE if small else _SUITE)
+            ),
             2.4,
             ("suite.md", "suite.jsonl"),
             suite,
@@ -261,7 +263,9 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
         Step(
             "kernels",
             "How far are the CPU kernels from the real ones, kernel by kernel?",
-            _parity("kernels", "--report", folder / "kernel-table.md", *_kernels(on_gpu, small, minutes)),
+            _build_command(
+                "kernels", "--report", folder / "kernel-table.md", *_list_kernel_options(on_gpu, small, minutes)
+            ),
             2.0,
             ("kernel-table.md", "kernel-table.jsonl"),
             kernels,
@@ -270,7 +274,7 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
         Step(
             "throughput",
             "What does each precision buy, and what does it cost?",
-            _parity("throughput", *backend, "--out", folder, *_throughput(small, minutes)),
+            _build_command("throughput", *backend, "--out", folder, *_list_throughput_options(small, minutes)),
             2.3,
             ("throughput.md", "throughput.png", "throughput.jsonl"),
             throughput,
@@ -279,7 +283,7 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
         Step(
             "calibration",
             "Which limits would these kernels set?",
-            _parity("calibrate", *_calibration(folder, small), *backend),
+            _build_command("calibrate", *_list_calibration_options(folder, small), *backend),
             1.2,
             ("calibration.md", "calibration.png", "calibration.json"),
             calibration,
@@ -292,19 +296,19 @@ _SUITE = ("-n", "auto", "--timeout", "60")  # a kernel that hangs costs only its
 _SMALL_SUITE = ("-n", "0", "-k", "rmsnorm or linear_no_bias", "-p", "bf16", "-p", "fp8_current")
 
 
-def _kernels(on_gpu: bool, small: bool, minutes: float) -> tuple[str, ...]:
+def _list_kernel_options(on_gpu: bool, small: bool, minutes: float) -> tuple[str, ...]:
     """Return the options of the table. Its time ends before the step's, to leave time to draw it after the calls."""
     part = ("-k", "rmsnorm") if small else ("--minutes", f"{minutes / 5.5:.2f}")
     return (*(() if on_gpu else ("--reference", "cpu")), *part)
 
 
-def _throughput(small: bool, minutes: float) -> tuple[str, ...]:
+def _list_throughput_options(small: bool, minutes: float) -> tuple[str, ...]:
     if small:
         return ("-k", "rmsnorm", "--precisions", "bf16", "--sizes", "declared", "--compiled", "none", "--repeats", "2")
     return ("--minutes", f"{minutes / 5:.2f}", "--repeats", "20", "--compiled", "bf16")
 
 
-def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
+def _list_calibration_options(folder: Path, small: bool) -> tuple[str, ...]:
     """Return the options. A law needs eight different tensors, so the small part is the file that has the most."""
     cases = built_in.folder()
     # Enough processes to keep a GPU busy with small modules. Each takes GPU memory of its own.
@@ -315,7 +319,7 @@ def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
     return (*files, "--seeds", "1", "--draws", "0", "--accept-wider", *table)
 
 
-def _parity(*arguments: object) -> tuple[str, ...]:
+def _build_command(*arguments: object) -> tuple[str, ...]:
     return ("-m", "parity", *map(str, arguments))
 
 
@@ -348,7 +352,7 @@ def draw(
         why_no_gpu: why no real kernels ran, or empty.
     """
     by_name = {outcome.step: outcome for outcome in outcomes}
-    rows = [_row(folder, step, by_name.get(step.name)) for step in steps]
+    rows = [_format_row(folder, step, by_name.get(step.name)) for step in steps]
     headers = ("", "question", "verdict", "seconds", "of", "files")
     parts = [
         "# What a GPU tells" if not why_no_gpu else "# A trial without a GPU",
@@ -371,7 +375,7 @@ def summary(steps: Sequence[Step], outcomes: Sequence[Outcome]) -> str:
     return "; ".join([*parts, f"{sum(outcome.seconds for outcome in outcomes):.0f} s in all"])
 
 
-def _row(folder: Path, step: Step, outcome: Outcome | None) -> tuple[str, ...]:
+def _format_row(folder: Path, step: Step, outcome: Outcome | None) -> tuple[str, ...]:
     question = f"{step.question} *({step.caveat})*" if step.caveat else step.question
     if outcome is None:
         return ("", f"**{step.name}**: {question}", "not run yet", "", "", "")
@@ -412,15 +416,15 @@ def run(folder: Path, minutes: float, quick: bool, backend: str, only: Sequence[
         raise UserError(f"no real TransformerEngine kernels here: {reason}")
     why_no_gpu = "the CPU was asked for" if backend == "cpu" else reason
     folder = folder.resolve()
-    chosen = _chosen(steps(folder, not why_no_gpu, quick, minutes), only)
+    chosen = _choose_steps(steps(folder, not why_no_gpu, quick, minutes), only)
     with files.claimed(folder / "steps.jsonl") as claim:
-        outcomes = _made(chosen, ends, claim, why_no_gpu)
+        outcomes = _run_steps(chosen, ends, claim, why_no_gpu)
     print(summary(chosen, outcomes))
     print(f"report: {folder / 'index.md'}")
     return all(outcome.status == "done" for outcome in outcomes)
 
 
-def _made(chosen: Sequence[Step], ends: float, claim: Claim, why_no_gpu: str) -> list[Outcome]:
+def _run_steps(chosen: Sequence[Step], ends: float, claim: Claim, why_no_gpu: str) -> list[Outcome]:
     """Run the steps until a moment of the monotonic clock, and write the outcomes after each."""
     folder = claim.path.parent
     try:
@@ -432,9 +436,9 @@ def _made(chosen: Sequence[Step], ends: float, claim: Claim, why_no_gpu: str) ->
     outcomes: list[Outcome] = []
     for position, step in enumerate(chosen):
         limit = share_of(ends - time.monotonic(), chosen[position:])
-        _tell(f"{step.name}: {step.question} (at most {limit:.0f} s)")
+        _print_unless_quiet(f"{step.name}: {step.question} (at most {limit:.0f} s)")
         outcomes.append(make(step, limit, folder))
-        _tell(f"  {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s: {outcomes[-1].verdict}")
+        _print_unless_quiet(f"  {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s: {outcomes[-1].verdict}")
         write(claim, chosen, outcomes, machine, why_no_gpu)
     return outcomes
 
@@ -446,7 +450,7 @@ def make(step: Step, limit: float, folder: Path) -> Outcome:
         verdict = step.verdict(folder)
     except Exception as error:  # the step left nothing, or incomplete files
         verdict = _last_line(folder / step.log) or f"it left nothing to judge: {error}"
-    return Outcome(step.name, _status(ended), ended.seconds, limit, ended.exit_code, verdict)
+    return Outcome(step.name, _derive_status(ended), ended.seconds, limit, ended.exit_code, verdict)
 
 
 def share_of(seconds: float, left: Sequence[Step]) -> float:
@@ -454,13 +458,13 @@ def share_of(seconds: float, left: Sequence[Step]) -> float:
     return max(LEAST_SECONDS, seconds * left[0].share / sum(step.share for step in left))
 
 
-def _status(ended: Ended) -> Status:
+def _derive_status(ended: Ended) -> Status:
     if ended.exit_code is None:
         return "out of time"
     return "done" if ended.exit_code == 0 else "failed" if ended.exit_code == 1 else "broken"
 
 
-def _chosen(every: Sequence[Step], only: Sequence[str]) -> list[Step]:
+def _choose_steps(every: Sequence[Step], only: Sequence[str]) -> list[Step]:
     names = [step.name for step in every]
     unknown = [name for name in only if name not in names]
     if unknown:
@@ -473,6 +477,6 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def _tell(text: str) -> None:
+def _print_unless_quiet(text: str) -> None:
     if not is_quiet():
         print(text, file=sys.stderr, flush=True)

@@ -73,8 +73,10 @@ def facts(kernels: Kernels, shapes: Sequence[tuple[int, int]] | None = None) -> 
     long_sums = _LONG_SUMS[:1] if is_cpu else _LONG_SUMS
     for tokens, outer in shapes:
         for layout in ("TN", "NN", "NT"):
-            yield asker.ask(READ, f"TE, {layout}", asker.gemm(torch.float32, layout), (tokens, _INNER, outer), _read)
-        yield asker.ask(READ, "PyTorch, TF32 allowed", _with_tf32, (tokens, _INNER, outer), _read)
+            yield asker.ask(
+                READ, f"TE, {layout}", asker.gemm(torch.float32, layout), (tokens, _INNER, outer), _probe_reading
+            )
+        yield asker.ask(READ, "PyTorch, TF32 allowed", _with_tf32, (tokens, _INNER, outer), _probe_reading)
     for name, product in asker.products().items():
         for tokens, outer in shapes:
             shape = (tokens, _INNER, outer)
@@ -82,13 +84,15 @@ def facts(kernels: Kernels, shapes: Sequence[tuple[int, int]] | None = None) -> 
             yield kept
             if kept.answer[0].isdigit():
                 bits = int(kept.answer.split()[0])
-                yield asker.ask(ROUNDED, name, product, shape, partial(_rounded, bits=bits))
+                yield asker.ask(ROUNDED, name, product, shape, partial(_probe_rounding, bits=bits))
                 aligned = asker.ask(ALIGNED, name, product, shape, _aligned_bits)
                 yield aligned
                 if aligned.answer.isdigit():
-                    yield asker.ask(STEP, name, product, shape, partial(_step, bits=int(aligned.answer)))
+                    yield asker.ask(
+                        STEP, name, product, shape, partial(_probe_instruction_size, bits=int(aligned.answer))
+                    )
                 if name.startswith("FP8"):
-                    yield asker.ask(PROMOTED, name, product, shape, partial(_promoted, bits=bits))
+                    yield asker.ask(PROMOTED, name, product, shape, partial(_probe_promotion, bits=bits))
     for name, product in asker.sixteen_bit_products().items():
         for shape in long_sums:
             yield asker.ask(PARTS, name, product, shape, partial(_in_parts, largest=2 if "FP8" in name else 15))
@@ -96,7 +100,7 @@ def facts(kernels: Kernels, shapes: Sequence[tuple[int, int]] | None = None) -> 
 
 def operands_read(kernels: Kernels, layout: str, shape: tuple[int, int, int]) -> str:
     """Return how TE's GEMM reads FP32 operands, in words. The shape consists of tokens, inner and outer size."""
-    return _read(_Asker(kernels.device).gemm(torch.float32, layout), shape, kernels.device)
+    return _probe_reading(_Asker(kernels.device).gemm(torch.float32, layout), shape, kernels.device)
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,8 @@ class _Asker:
         for name, dtype in {"BF16": torch.bfloat16, "FP16": torch.float16}.items():
             for layout in ("TN", "NN", "NT"):
                 found[f"TE, {name}, {layout}"] = self.gemm(dtype, layout, dtype)
-            found[f"PyTorch, {name}, matmul"] = partial(_matmul, dtype=dtype)
-            found[f"PyTorch, {name}, bmm of 4"] = partial(_bmm, dtype=dtype)
+            found[f"PyTorch, {name}, matmul"] = partial(_compute_matmul, dtype=dtype)
+            found[f"PyTorch, {name}, bmm of 4"] = partial(_compute_bmm, dtype=dtype)
         for split in (False, True):
             name = f"TE, FP8 to BF16, {'' if split else 'no '}split accumulator"
             found[name] = self.fp8_gemm(split, torch.bfloat16)
@@ -155,7 +159,7 @@ class _Asker:
 
     def fp8_gemm(self, split: bool, result: torch.dtype = torch.float32) -> Product:
         """Return TE's GEMM of E4M3 operands that have the scale 1."""
-        quantize = self._quantizer()
+        quantize = self._make_quantizer()
 
         def multiply(inputs: Tensor, weights: Tensor) -> Tensor:
             return _general_gemm(
@@ -181,7 +185,7 @@ class _Asker:
             use_split_accumulator=True,
         )
 
-    def _quantizer(self) -> Callable[[Tensor], Tensor]:
+    def _make_quantizer(self) -> Callable[[Tensor], Tensor]:
         pytorch = importlib.import_module("transformer_engine.pytorch")
         codes = importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
         one = torch.ones(1, device=self.device)
@@ -194,11 +198,11 @@ def _general_gemm(a: Tensor, b: Tensor, **options: object) -> Tensor:
     return result
 
 
-def _matmul(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+def _compute_matmul(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     return inputs.to(dtype) @ weights.to(dtype).t()
 
 
-def _bmm(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+def _compute_bmm(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the same product four times in one batch, as attention does for its heads."""
     return torch.bmm(inputs.to(dtype).repeat(4, 1, 1), weights.to(dtype).t().repeat(4, 1, 1))[0]
 
@@ -215,7 +219,7 @@ def _with_tf32(inputs: Tensor, weights: Tensor) -> Tensor:
 # The questions. Each takes a product, its shape and the device, and returns the answer.
 
 
-def _read(product: Product, shape: tuple[int, int, int], device: torch.device) -> str:
+def _probe_reading(product: Product, shape: tuple[int, int, int], device: torch.device) -> str:
     """Multiply numbers between two neighbours in TF32 by 1, as inputs and as weights, and see what is left of them."""
     tokens, inner, outer = shape
     eighths = torch.arange(17, dtype=torch.float64) / 8
@@ -254,7 +258,7 @@ def _name_of_rounding(given: Tensor, result: Tensor) -> str:
 _LARGE, _RANGE = 16, 33
 
 
-def _sums(product: Product, shape: tuple[int, int, int], device: torch.device, rows: Tensor, bits: int) -> Tensor:
+def _sum_rows(product: Product, shape: tuple[int, int, int], device: torch.device, rows: Tensor, bits: int) -> Tensor:
     """Return the sum of each row of terms, FP64. Each product adds as many rows as there are tokens.
 
     Args:
@@ -283,7 +287,7 @@ def _kept_bits(product: Product, shape: tuple[int, int, int], device: torch.devi
         for bits in range(1, 30):
             row = torch.zeros(1, inner)
             row[0, 0], row[0, place] = 1.0, 2.0**-bits
-            if _sums(product, shape, device, row, bits).item() == 1.0:
+            if _sum_rows(product, shape, device, row, bits).item() == 1.0:
                 break
             kept = bits
         found.append(kept)
@@ -295,17 +299,17 @@ def _told_kept(product: Product, shape: tuple[int, int, int], device: torch.devi
     return str(near) if near == far else f"{near} within an instruction, {far} across instructions"
 
 
-def _rounded(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
+def _probe_rounding(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
     """Add three quarters of the last bit kept to a large term, in its own instruction and in the last one."""
     inner = shape[1]
     rows = torch.zeros(2, inner)
     rows[:, 0] = 1.0
     rows[0, 2] = rows[1, inner - 1] = 0.75 * 2.0**-bits
-    near, far = ((_sums(product, shape, device, rows, bits + 2) - 1.0) * 2.0**bits).tolist()
-    return f"{_direction(near)}; across instructions {_direction(far)}"
+    near, far = ((_sum_rows(product, shape, device, rows, bits + 2) - 1.0) * 2.0**bits).tolist()
+    return f"{_describe_direction(near)}; across instructions {_describe_direction(far)}"
 
 
-def _direction(units: float) -> str:
+def _describe_direction(units: float) -> str:
     return {0.0: "toward zero", 1.0: "to nearest"}.get(units, f"to {units:g} units for 0.75")
 
 
@@ -314,27 +318,27 @@ def _aligned_bits(product: Product, shape: tuple[int, int, int], device: torch.d
     for bits in range(1, _RANGE + 1):
         row = torch.zeros(1, shape[1])
         row[0, :3] = torch.tensor([1.0, -1.0, 2.0**-bits])
-        if not _sums(product, shape, device, row, bits).item():
+        if not _sum_rows(product, shape, device, row, bits).item():
             return str(bits - 1)
     return f"all of {_RANGE}"
 
 
-def _step(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
+def _probe_instruction_size(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
     """Find where a small term survives beside a large one and its negative, since there another instruction adds it."""
     inner = shape[1]
     rows = torch.zeros(inner - 2, inner)
     rows[:, 0], rows[:, 1] = 1.0, -1.0
     rows[torch.arange(inner - 2), torch.arange(2, inner)] = 2.0 ** -(bits + 1)
-    return _first_that_shows(_sums(product, shape, device, rows, bits + 1))
+    return _first_that_shows(_sum_rows(product, shape, device, rows, bits + 1))
 
 
-def _promoted(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
+def _probe_promotion(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
     """Move a small term away from a large one. Where it survives, it is added to a sum without the large one."""
     inner = shape[1]
     rows = torch.zeros(inner - 2, inner)
     rows[:, 0] = 1.0
     rows[torch.arange(inner - 2), torch.arange(2, inner)] = 2.0 ** -(bits + 2)
-    return _first_that_shows(_sums(product, shape, device, rows, bits + 2) - 1.0)
+    return _first_that_shows(_sum_rows(product, shape, device, rows, bits + 2) - 1.0)
 
 
 def _first_that_shows(sums: Tensor) -> str:
@@ -398,7 +402,7 @@ def draw(found: Sequence[Fact], kernels: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _main(backend: str, report: str, part: str = "all") -> int:
+def _write_report(backend: str, report: str, part: str = "all") -> int:
     kernels = te.kernels("gpu" if backend == "gpu" else "cpu")
     path = Path(report)
     found: list[Fact] = []
@@ -415,4 +419,4 @@ def _main(backend: str, report: str, part: str = "all") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+    sys.exit(_write_report(*sys.argv[1:]))

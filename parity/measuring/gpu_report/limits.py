@@ -96,7 +96,7 @@ def verdict(found: Mapping[Key, Deviations]) -> str:
 
 def draw(found: Mapping[Key, Deviations], kernels: str) -> str:
     """Return the report, markdown. ``kernels`` says whose errors these are."""
-    rows = [(*key, *_figures(each)) for key, each in sorted(found.items())]
+    rows = [(*key, *_format_figures(each)) for key, each in sorted(found.items())]
     parts = [
         "# A run against the packaged limits",
         f"Kernels: **{kernels}**. **{verdict(found)}.**",
@@ -106,14 +106,14 @@ def draw(found: Mapping[Key, Deviations], kernels: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _figures(found: Deviations) -> tuple[str, ...]:
+def _format_figures(found: Deviations) -> tuple[str, ...]:
     ordered = sorted(found.values)
     upper = ordered[min(len(ordered) - 1, math.floor(0.84 * len(ordered)))]
     figures = statistics.median(ordered), upper, ordered[-1], max(found.margins)
     return str(len(ordered)), *map(short, figures), str(found.beyond)
 
 
-def _main(file: str, report: str) -> int:
+def _write_report(file: str, report: str) -> int:
     """Return the exit code: 0 if every value lies within its limit, 1 if one does not, 2 if there are none."""
     try:
         run = record.read(Path(file))
@@ -129,4 +129,4 @@ def _main(file: str, report: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+    sys.exit(_write_report(*sys.argv[1:]))

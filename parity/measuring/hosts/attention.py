@@ -34,7 +34,7 @@ class BottomRightAttention(nn.Module):
         seq_q, seq_kv = query.shape[1], key.shape[1]
         positions = torch.arange(seq_q, device=query.device) + seq_kv - seq_q
         hidden = torch.arange(seq_kv, device=query.device) > positions[:, None]
-        return _attend(_scores(query, key).masked_fill(hidden, -math.inf), value)
+        return _attend_with_scores(_compute_scores(query, key).masked_fill(hidden, -math.inf), value)
 
 
 class SoftcapAttention(nn.Module):
@@ -42,7 +42,7 @@ class SoftcapAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Take and return what ``CoreAttention`` does."""
-        return _attend(_causal(SOFTCAP * torch.tanh(_scores(query, key) / SOFTCAP)), value)
+        return _attend_with_scores(_mask_future(SOFTCAP * torch.tanh(_compute_scores(query, key) / SOFTCAP)), value)
 
 
 class SinkAttention(nn.Module):
@@ -54,9 +54,9 @@ class SinkAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Take and return what ``CoreAttention`` does."""
-        scores = _causal(_scores(query, key))
+        scores = _mask_future(_compute_scores(query, key))
         sinks = self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
-        return _weighted(torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1], value)
+        return _weight_values(torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1], value)
 
 
 class AlibiAttention(nn.Module):
@@ -72,7 +72,7 @@ class AlibiAttention(nn.Module):
         """Take and return what ``CoreAttention`` does."""
         positions = torch.arange(query.shape[1], device=query.device)
         bias = self.slopes[:, None, None] * (positions - positions[:, None])
-        return _attend(_causal(_scores(query, key) + bias.to(query.dtype)), value)
+        return _attend_with_scores(_mask_future(_compute_scores(query, key) + bias.to(query.dtype)), value)
 
 
 def slopes(heads: int) -> Tensor:
@@ -165,22 +165,22 @@ def _core_pair(te: ModuleType, reference: nn.Module, size: dict[str, int], **te_
     )
 
 
-def _scores(query: Tensor, key: Tensor) -> Tensor:
+def _compute_scores(query: Tensor, key: Tensor) -> Tensor:
     """Return scaled scores ``[batch, heads, seq_q, seq_kv]``. Consecutive heads share a group."""
     key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
     return query.transpose(1, 2) @ key.permute(0, 2, 3, 1) / math.sqrt(query.shape[-1])
 
 
-def _causal(scores: Tensor) -> Tensor:
+def _mask_future(scores: Tensor) -> Tensor:
     positions = torch.arange(scores.shape[-1], device=scores.device)
     return scores.masked_fill(positions > positions[:, None], -math.inf)
 
 
-def _attend(scores: Tensor, value: Tensor) -> Tensor:
-    return _weighted(scores.softmax(dim=-1), value)
+def _attend_with_scores(scores: Tensor, value: Tensor) -> Tensor:
+    return _weight_values(scores.softmax(dim=-1), value)
 
 
-def _weighted(probabilities: Tensor, value: Tensor) -> Tensor:
+def _weight_values(probabilities: Tensor, value: Tensor) -> Tensor:
     """Return ``[batch, seq_q, heads * head_dim]``."""
     value = value.repeat_interleave(probabilities.shape[1] // value.shape[2], dim=2).transpose(1, 2)
     return (probabilities @ value).transpose(1, 2).flatten(2)
@@ -305,9 +305,9 @@ class LongAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> Tensor:
         """Take ``CoreAttention``'s tensors, and positions ``[seq_q]`` and ``[seq_kv]``, int64."""
-        return self.core(self._rotated(query, query_positions), self._rotated(key, key_positions), value)
+        return self.core(self._apply_rope(query, query_positions), self._apply_rope(key, key_positions), value)
 
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _apply_rope(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate_halves(x, positions.to(self.rope.inv_freq.dtype)[:, None] * self.rope.inv_freq)
 
 
@@ -341,9 +341,9 @@ class TELongAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> Tensor:
         """Take what ``LongAttention`` does."""
-        return self.core(self._rotated(query, query_positions), self._rotated(key, key_positions), value)
+        return self.core(self._apply_rope(query, query_positions), self._apply_rope(key, key_positions), value)
 
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _apply_rope(self, x: Tensor, positions: Tensor) -> Tensor:
         phases = self.phases(positions)
         return self.rotate(x, torch.cat((phases, phases), dim=-1)[:, None, None, :], tensor_format="bshd")
 

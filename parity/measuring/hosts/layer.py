@@ -291,7 +291,7 @@ def tied_model(te: ModuleType, vocabulary: int, hidden: int, ffn: int, heads: in
     return Pair(
         reference=Model(vocabulary, hidden, ffn, heads, groups),
         candidate=TEModel(te, vocabulary, hidden, ffn, heads, groups),
-        weights=_weights(""),
+        weights=_map_weights(""),
         inputs=lambda rng, batch, seq: rng.integers(batch, seq, high=vocabulary),
     )
 
@@ -306,12 +306,12 @@ def model_with_loss(te: ModuleType, vocabulary: int, hidden: int, ffn: int, head
     return Pair(
         reference=WithLoss(Model(vocabulary, hidden, ffn, heads, groups)),
         candidate=WithLoss(TEModel(te, vocabulary, hidden, ffn, heads, groups)),
-        weights=_weights("model."),
+        weights=_map_weights("model."),
         inputs=inputs,
     )
 
 
-def _weights(prefix: str) -> dict[Side, Side]:
+def _map_weights(prefix: str) -> dict[Side, Side]:
     """Return the weight map of a model whose parameters' names begin with a prefix."""
     return under(
         {**under(LLAMA_WEIGHTS, "layer."), "tokens.weight": "tokens.weight", "norm.weight": "norm.weight"}, prefix

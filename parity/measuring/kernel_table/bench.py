@@ -60,11 +60,13 @@ def unpack(results: Mapping[str, Any]) -> dict[str, Tensor]:
     Args:
         results: plain tensors, TE quantized tensors, or None, by name.
     """
-    buffers = ((f"{name} {part}".strip(), buffer) for name, value in results.items() for part, buffer in _parts(value))
+    buffers = (
+        (f"{name} {part}".strip(), buffer) for name, value in results.items() for part, buffer in _list_buffers(value)
+    )
     return {name: buffer.detach().cpu().contiguous() for name, buffer in buffers}
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Tensor]]:
+def _list_buffers(value: Any) -> Iterator[tuple[str, Tensor]]:
     if value is None:
         return
     entry = formats.of_tensor(value)
@@ -88,14 +90,14 @@ def _block_scaled(entry: formats.Format, value: Any) -> Iterator[tuple[str, Tens
             continue
         if name.endswith("data"):
             is_fp4 = entry.tensor == "NVFP4Tensor"
-            yield name.replace("data", "codes"), _fp4(buffer) if is_fp4 else buffer.view(float8.fp8_dtype(value))
+            yield name.replace("data", "codes"), _unpack_fp4(buffer) if is_fp4 else buffer.view(float8.fp8_dtype(value))
         elif name.endswith("scale_inv") and entry.tensor in _SCALE_DTYPES:
             yield name, buffer.view(_SCALE_DTYPES[entry.tensor])
         else:
             yield name, buffer
 
 
-def _fp4(packed: Tensor) -> Tensor:
+def _unpack_fp4(packed: Tensor) -> Tensor:
     """Unpack two codes from each byte, the lower half first: a sign, and 3 bits that grow with the magnitude."""
     codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int8)
     return torch.where(codes < 8, codes, 8 - codes)
@@ -159,7 +161,7 @@ class Bench:
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
         """Draw normal values with mean 0 and standard deviation ``scale``, on the device."""
-        return self._drawn(lambda: (torch.randn(*shape, generator=self.generator) * scale).to(dtype))
+        return self._draw_tensor(lambda: (torch.randn(*shape, generator=self.generator) * scale).to(dtype))
 
     def wide(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Draw normal values, each times its own power of two from 2**-6 to 2**5, so that scales of blocks differ."""
@@ -168,29 +170,29 @@ class Bench:
             exponents = torch.randint(-6, 6, shape, generator=self.generator)
             return torch.ldexp(torch.randn(*shape, generator=self.generator), exponents).to(dtype)
 
-        return self._drawn(draw)
+        return self._draw_tensor(draw)
 
     def coin(self, *shape: int) -> Tensor:
         """Draw booleans that are True with probability 1/4, on the device."""
-        return self._drawn(lambda: torch.rand(*shape, generator=self.generator) < 0.25)
+        return self._draw_tensor(lambda: torch.rand(*shape, generator=self.generator) < 0.25)
 
     def integers(self, *shape: int, high: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Return integers from 0 to ``high`` - 1, on the device."""
-        return self._drawn(lambda: torch.randint(high, shape, generator=self.generator).to(dtype))
+        return self._draw_tensor(lambda: torch.randint(high, shape, generator=self.generator).to(dtype))
 
     def orders(self, rows: int, count: int) -> Tensor:
         """Return INT64 ``[rows, count]``: 0 to ``count`` - 1 in a random order in each row, on the device."""
-        return self._drawn(lambda: torch.rand(rows, count, generator=self.generator).argsort(1))
+        return self._draw_tensor(lambda: torch.rand(rows, count, generator=self.generator).argsort(1))
 
     def fixed(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Return these values, on the device."""
-        return self._drawn(lambda: torch.tensor(values, dtype=dtype))
+        return self._draw_tensor(lambda: torch.tensor(values, dtype=dtype))
 
     def padding(self, lengths: Sequence[int], longest: int) -> Tensor:
         """Return ``[batch, longest]``, True from each sequence's length on."""
         return self.fixed(lengths, torch.int64)[:, None] <= torch.arange(longest, device=self.device)
 
-    def _drawn(self, draw: Callable[[], Tensor]) -> Tensor:
+    def _draw_tensor(self, draw: Callable[[], Tensor]) -> Tensor:
         return self.tape.next(lambda: draw().to(self.device))
 
     def angles(self, positions: int, features: int) -> Tensor:
@@ -201,7 +203,7 @@ class Bench:
             angle = torch.outer(torch.arange(positions).double(), torch.exp(-math.log(10000.0) * half / features))
             return torch.cat([angle, angle], dim=-1)[:, None, None].float()
 
-        return self._drawn(draw)
+        return self._draw_tensor(draw)
 
     def dtype(self, dtype: torch.dtype) -> Any:
         """Return TE's name for a torch dtype."""
@@ -231,35 +233,39 @@ class QuantizerKind:
     available: str
 
 
-def _delayed(bench: Bench, codes: Any) -> Any:
+def _make_delayed_quantizer(bench: Bench, codes: Any) -> Any:
     scale = torch.full((1,), _DELAYED_SCALE, device=bench.device)
     return bench.te.Float8Quantizer(scale=scale, amax=torch.zeros_like(scale), fp8_dtype=codes)
 
 
-def _current(bench: Bench, codes: Any, **options: Any) -> Any:
+def _make_current_quantizer(bench: Bench, codes: Any, **options: Any) -> Any:
     return bench.te.Float8CurrentScalingQuantizer(codes, bench.device, **options)
 
 
-def _block(bench: Bench, codes: Any, dimensions: int) -> Any:
+def _make_block_quantizer(bench: Bench, codes: Any, dimensions: int) -> Any:
     return bench.te.Float8BlockQuantizer(codes, rowwise=True, columnwise=True, block_scaling_dim=dimensions)
 
 
-def _hadamard(bench: Bench, codes: Any) -> Any:
+def _make_hadamard_quantizer(bench: Bench, codes: Any) -> Any:
     return bench.te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
 
 
 QUANTIZERS = {
-    "fp8_delayed": QuantizerKind(_delayed, "is_fp8_available"),
-    "fp8_current": QuantizerKind(_current, "is_fp8_available"),
+    "fp8_delayed": QuantizerKind(_make_delayed_quantizer, "is_fp8_available"),
+    "fp8_current": QuantizerKind(_make_current_quantizer, "is_fp8_available"),
     "fp8_current, power-of-two scales": QuantizerKind(
-        lambda bench, codes: _current(bench, codes, force_pow_2_scales=True), "is_fp8_available"
+        lambda bench, codes: _make_current_quantizer(bench, codes, force_pow_2_scales=True), "is_fp8_available"
     ),
-    "fp8_block 1x128": QuantizerKind(lambda bench, codes: _block(bench, codes, 1), "is_fp8_block_scaling_available"),
-    "fp8_block 128x128": QuantizerKind(lambda bench, codes: _block(bench, codes, 2), "is_fp8_block_scaling_available"),
+    "fp8_block 1x128": QuantizerKind(
+        lambda bench, codes: _make_block_quantizer(bench, codes, 1), "is_fp8_block_scaling_available"
+    ),
+    "fp8_block 128x128": QuantizerKind(
+        lambda bench, codes: _make_block_quantizer(bench, codes, 2), "is_fp8_block_scaling_available"
+    ),
     "mxfp8": QuantizerKind(lambda bench, codes: bench.te.MXFP8Quantizer(codes), "is_mxfp8_available"),
     "nvfp4": QuantizerKind(lambda bench, codes: bench.te.NVFP4Quantizer(), "is_nvfp4_available"),
     "nvfp4 16x16": QuantizerKind(
         lambda bench, codes: bench.te.NVFP4Quantizer(with_2d_quantization=True), "is_nvfp4_available"
     ),
-    "nvfp4, Hadamard transform": QuantizerKind(_hadamard, "is_nvfp4_available"),
+    "nvfp4, Hadamard transform": QuantizerKind(_make_hadamard_quantizer, "is_nvfp4_available"),
 }

@@ -28,15 +28,15 @@ def softmaxes_and_rope() -> Iterator[KernelCall]:
     for softmax in _SOFTMAXES:
         for text, dtype in HALF.items():
             for direction in ("forward", "backward"):
-                run = partial(_softmax, softmax=softmax, dtype=dtype, direction=direction)
-                shapes = str(list(_scores(softmax)))
+                run = partial(_call_softmax, softmax=softmax, dtype=dtype, direction=direction)
+                shapes = str(list(_find_score_shape(softmax)))
                 yield KernelCall("Softmax", f"{softmax}_softmax_{direction}", text, shapes, run)
     for direction in ("forward", "backward"):
         for text, dtype in DTYPES.items():
             for layout, shape in _SHAPES_OF_TOKENS.items():
                 for interleaved in (False, True):
                     variant = f"{text}, {layout}, {'interleaved' if interleaved else 'halves'}"
-                    run = partial(_rope, direction=direction, dtype=dtype, layout=layout, interleaved=interleaved)
+                    run = partial(_call_rope, direction=direction, dtype=dtype, layout=layout, interleaved=interleaved)
                     yield KernelCall("RoPE", f"fused_rope_{direction}", variant, str(list(shape)), run)
         for text, dtype in DTYPES.items():
             for layout, shape in _SHAPES_OF_TOKENS.items():
@@ -44,23 +44,23 @@ def softmaxes_and_rope() -> Iterator[KernelCall]:
                 yield KernelCall("RoPE", f"fused_qkv_rope_{direction}", f"{text}, {layout}", str(list(shape)), run)
 
 
-def _scores(softmax: str) -> tuple[int, ...]:
+def _find_score_shape(softmax: str) -> tuple[int, ...]:
     square = (_SEQUENCE, _SEQUENCE)
     return (_BATCH * _ROPE_HEADS, *square) if "upper_triang" in softmax else (_BATCH, _ROPE_HEADS, *square)
 
 
-def _softmax(bench: Bench, softmax: str, dtype: torch.dtype, direction: str) -> Mapping[str, Any]:
+def _call_softmax(bench: Bench, softmax: str, dtype: torch.dtype, direction: str) -> Mapping[str, Any]:
     """Call a softmax. The backward pass takes the probabilities from the forward pass of the same kernels."""
-    scores = bench.normal(*_scores(softmax), dtype=dtype, scale=4.0)
+    scores = bench.normal(*_find_score_shape(softmax), dtype=dtype, scale=4.0)
     mask = (bench.coin(_BATCH, 1, _SEQUENCE, _SEQUENCE),) if softmax == "scaled_masked" else ()
     probabilities = getattr(bench.tex, f"{softmax}_softmax_forward")(scores, *mask, _SCALE)
     if direction == "forward":
         return {"probabilities": probabilities}
-    grad = bench.normal(*_scores(softmax), dtype=dtype)
+    grad = bench.normal(*_find_score_shape(softmax), dtype=dtype)
     return {"gradient": getattr(bench.tex, f"{softmax}_softmax_backward")(grad, probabilities, _SCALE)}
 
 
-def _rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str, interleaved: bool) -> Mapping[str, Any]:
+def _call_rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str, interleaved: bool) -> Mapping[str, Any]:
     tokens = bench.normal(*_SHAPES_OF_TOKENS[layout], dtype=dtype)
     tex_layout = getattr(bench.tex.NVTE_QKV_Format, f"NVTE_{layout}")
     kernel = getattr(bench.tex, f"fused_rope_{direction}")
@@ -117,12 +117,12 @@ def attention() -> Iterator[KernelCall]:
     for backend, dtypes in _BACKENDS.items():
         for text in dtypes:
             for name, mask in _MASKS.items():
-                run = partial(_attend, backend=backend, dtype=DTYPES[text], mask=mask)
+                run = partial(_call_attention, backend=backend, dtype=DTYPES[text], mask=mask)
                 shapes = str([_BATCH, _SEQUENCE, _HEADS, _FEATURES])
                 yield KernelCall("Attention", f"DotProductAttention, {backend}", f"{text}, {name}", shapes, run)
 
 
-def _attend(bench: Bench, backend: AttentionBackend, dtype: torch.dtype, mask: _Mask) -> Mapping[str, Any]:
+def _call_attention(bench: Bench, backend: AttentionBackend, dtype: torch.dtype, mask: _Mask) -> Mapping[str, Any]:
     heads = (_HEADS, mask.groups, mask.groups)
     inputs = [bench.normal(_BATCH, _SEQUENCE, n, _FEATURES, dtype=dtype).requires_grad_() for n in heads]
     grad = bench.normal(_BATCH, _SEQUENCE, _HEADS * _FEATURES, dtype=dtype)
@@ -162,12 +162,12 @@ _CACHED, _NEW, _CACHE = (5, 0, 31), (1, 9, 4), 64
 def layouts() -> Iterator[KernelCall]:
     yield KernelCall("Layouts", "fp8_transpose", "E4M3", "[256, 384]", _fp8_transpose)
     for text, dtype in HALF.items():
-        run = partial(_swap, dtype=dtype)
+        run = partial(_swap_dimensions, dtype=dtype)
         yield KernelCall("Layouts", "swap_first_dims", text, "[64, 3, 128]", run)
         lengths = f"lengths {list(_LENGTHS)} of {_LONGEST}"
-        run = partial(_pack, dtype=dtype)
+        run = partial(_pack_sequences, dtype=dtype)
         yield KernelCall("Layouts", "convert_bshd_to_thd, convert_thd_to_bshd", text, lengths, run)
-        run = partial(_cache, dtype=dtype)
+        run = partial(_extend_cache, dtype=dtype)
         yield KernelCall("Layouts", "copy_to_kv_cache", text, f"{list(_NEW)} after {list(_CACHED)}", run)
         yield from _packed_over_ranks(text, dtype)
 
@@ -177,18 +177,18 @@ def _fp8_transpose(bench: Bench) -> Mapping[str, Any]:
     return {"transpose": bench.tex.fp8_transpose(codes, getattr(bench.tex.DType, E4M3), out=None)}
 
 
-def _swap(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+def _swap_dimensions(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     return {"swapped": bench.tex.swap_first_dims(bench.normal(64, 3, 128, dtype=dtype), out=None)}
 
 
-def _cumulative(bench: Bench, lengths: tuple[int, ...]) -> torch.Tensor:
+def _accumulate_lengths(bench: Bench, lengths: tuple[int, ...]) -> torch.Tensor:
     return bench.fixed([sum(lengths[:i]) for i in range(len(lengths) + 1)], torch.int32)
 
 
-def _pack(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+def _pack_sequences(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     tokens, ends = (
         bench.normal(_SEQUENCES, _LONGEST, _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype),
-        _cumulative(bench, _LENGTHS),
+        _accumulate_lengths(bench, _LENGTHS),
     )
     packed = bench.tex.convert_bshd_to_thd(tokens, ends, sum(_LENGTHS))
     unpacked = bench.tex.convert_thd_to_bshd(packed, ends, _SEQUENCES, _LONGEST)
@@ -196,7 +196,7 @@ def _pack(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     return {"packed": packed, "unpacked": unpacked.masked_fill(is_padding[:, :, None, None], 0.0)}
 
 
-def _cache(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+def _extend_cache(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     """Add new tokens, packed, after those that each sequence already has in a cache without pages."""
     fresh = [bench.normal(sum(_NEW), _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype) for _ in range(2)]
     caches = [bench.normal(_SEQUENCES, _CACHE, _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype) for _ in range(2)]
@@ -204,7 +204,7 @@ def _cache(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     layout = bench.tex.NVTE_QKV_Format.NVTE_THD
     pages = bench.fixed(range(_SEQUENCES), torch.int32)
     bench.tex.copy_to_kv_cache(
-        *(*fresh, *caches, pages, _cumulative(bench, _NEW), _cumulative(bench, ends), layout),
+        *(*fresh, *caches, pages, _accumulate_lengths(bench, _NEW), _accumulate_lengths(bench, ends), layout),
         *(_SEQUENCES, max(_NEW), _CACHE, 1, True),
     )
     return {"keys": caches[0], "values": caches[1]}
@@ -233,15 +233,15 @@ def _packed_over_ranks(text: str, dtype: torch.dtype) -> Iterator[KernelCall]:
     for is_packed in (True, False):
         variant = f"{text}, {'packed' if is_packed else 'unpacked'} sums"
         merged = "thd_out_correction, thd_second_half_lse_correction, thd_read_second_half_lse"
-        yield KernelCall("Layouts", merged, variant, lengths, partial(_merge, dtype=dtype, is_packed=is_packed))
+        yield KernelCall("Layouts", merged, variant, lengths, partial(_merge_outputs, dtype=dtype, is_packed=is_packed))
 
 
-def _tokens(bench: Bench, dtype: torch.dtype, count: int = sum(_CP_LENGTHS)) -> torch.Tensor:
+def _draw_tokens(bench: Bench, dtype: torch.dtype, count: int = sum(_CP_LENGTHS)) -> torch.Tensor:
     return bench.normal(count, _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype)
 
 
 def _divide_over_ranks(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    tokens, ends, total = _tokens(bench, dtype), _cumulative(bench, _CP_LENGTHS), sum(_CP_LENGTHS)
+    tokens, ends, total = _draw_tokens(bench, dtype), _accumulate_lengths(bench, _CP_LENGTHS), sum(_CP_LENGTHS)
     by_rank = bench.tex.thd_sequence_order_to_cp_rank_order(tokens, ends, _RANKS, total)
     of_ranks = {
         f"tokens of rank {rank}": bench.tex.thd_get_partitioned_indices(ends, total, _RANKS, rank)
@@ -253,30 +253,33 @@ def _divide_over_ranks(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
 
 
 def _copy_valid(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    into, tokens = (_tokens(bench, dtype, sum(_CP_PADDED)) for _ in range(2))
-    padded, ends = _cumulative(bench, _CP_PADDED), _cumulative(bench, _CP_LENGTHS)
+    into, tokens = (_draw_tokens(bench, dtype, sum(_CP_PADDED)) for _ in range(2))
+    padded, ends = _accumulate_lengths(bench, _CP_PADDED), _accumulate_lengths(bench, _CP_LENGTHS)
     bench.tex.thd_copy_valid_tokens_from_per_split_to_rank_local(into, tokens, padded, ends)
     return {"copied": into}
 
 
 def _merge_gradients(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    ends, merged = _cumulative(bench, _CP_LENGTHS), {}
+    ends, merged = _accumulate_lengths(bench, _CP_LENGTHS), {}
     for first, second in _DONE_WITH_HALVES:
         is_half = "none" in (first, second) or "zero" in (first, second)
-        gradient, step = _tokens(bench, dtype), _tokens(bench, dtype, sum(_CP_LENGTHS) // (2 if is_half else 1))
+        gradient, step = (
+            _draw_tokens(bench, dtype),
+            _draw_tokens(bench, dtype, sum(_CP_LENGTHS) // (2 if is_half else 1)),
+        )
         bench.tex.thd_grad_correction(gradient, step, ends, first, second)
         merged[f"{first}, {second}"] = gradient
     return merged
 
 
-def _merge(bench: Bench, dtype: torch.dtype, is_packed: bool) -> Mapping[str, Any]:
+def _merge_outputs(bench: Bench, dtype: torch.dtype, is_packed: bool) -> Mapping[str, Any]:
     """Merge a step with whole sequences, then one with only their second halves."""
-    ends, total, longest = _cumulative(bench, _CP_LENGTHS), sum(_CP_LENGTHS), max(_CP_LENGTHS)
+    ends, total, longest = _accumulate_lengths(bench, _CP_LENGTHS), sum(_CP_LENGTHS), max(_CP_LENGTHS)
     sums = [
         bench.normal(*((_PACKED_HEADS, tokens) if is_packed else (len(_CP_LENGTHS), _PACKED_HEADS, columns)))
         for tokens, columns in ((total, longest), (total, longest), (total // 2, longest // 2))
     ]
-    output, whole, half = (_tokens(bench, dtype, count) for count in (total, total, total // 2))
+    output, whole, half = (_draw_tokens(bench, dtype, count) for count in (total, total, total // 2))
     both = torch.logaddexp(sums[0], sums[1])
     bench.tex.thd_out_correction(output, whole, sums[0], both, sums[1], ends, False, is_packed)
     seen = both.clone()

@@ -40,22 +40,22 @@ _QUANTIZERS_OF = {
 def gemms() -> Iterator[KernelCall]:
     for text, dtype in {"FP32 (TF32)": torch.float32, **HALF}.items():
         for layout, (use, _, _) in _LAYOUTS.items():
-            yield _gemm(f"{text}, {use}", layout, partial(_plain, dtype=dtype, layout=layout))
+            yield _define_gemm(f"{text}, {use}", layout, partial(_call_plain_gemm, dtype=dtype, layout=layout))
     for text, dtype in HALF.items():
-        yield _gemm(f"{text}, bias", "TN", partial(_forward, dtype=dtype, gelu=False))
-        yield _gemm(f"{text}, bias and GELU", "TN", partial(_forward, dtype=dtype, gelu=True))
-        yield _gemm(f"{text}, gradient of GELU", "NN", partial(_gelu_gradient, dtype=dtype))
-        yield _gemm(f"{text}, bias gradient", "NT", partial(_gemm_with_bias_gradient, dtype=dtype))
-        yield _gemm(f"{text}, added to FP32", "NT", partial(_accumulated, dtype=dtype))
+        yield _define_gemm(f"{text}, bias", "TN", partial(_call_gemm_with_bias, dtype=dtype, gelu=False))
+        yield _define_gemm(f"{text}, bias and GELU", "TN", partial(_call_gemm_with_bias, dtype=dtype, gelu=True))
+        yield _define_gemm(f"{text}, gradient of GELU", "NN", partial(_gelu_gradient, dtype=dtype))
+        yield _define_gemm(f"{text}, bias gradient", "NT", partial(_gemm_with_bias_gradient, dtype=dtype))
+        yield _define_gemm(f"{text}, added to FP32", "NT", partial(_call_accumulating_gemm, dtype=dtype))
     for name, (weights, _, _) in _QUANTIZERS_OF.items():
         for layout, (use, _, _) in _LAYOUTS.items():
             for split in (False, True) if "block" not in name and name.startswith("fp8") else (True,):
                 sums = "split accumulator" if split else "no split accumulator"
-                run = partial(_quantized, name=name, layout=layout, split=split)
-                yield _gemm(f"{name}, {use}, {sums}", layout, run, quantizer=weights)
+                run = partial(_call_quantized_gemm, name=name, layout=layout, split=split)
+                yield _define_gemm(f"{name}, {use}, {sums}", layout, run, quantizer=weights)
 
 
-def _gemm(variant: str, layout: str, run: Any, quantizer: str | None = None) -> KernelCall:
+def _define_gemm(variant: str, layout: str, run: Any, quantizer: str | None = None) -> KernelCall:
     _, a, b = _LAYOUTS[layout]
     return KernelCall("GEMM", "generic_gemm", variant, f"{layout} {list(a)} {list(b)}", run, quantizer)
 
@@ -66,42 +66,42 @@ def _general_gemm(a: Any, b: Any, **options: Any) -> Mapping[str, Any]:
     return {"D": result, "bias gradient": bias_gradient, "GELU input": gelu_input}
 
 
-def _operands(bench: Bench, layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_operands(bench: Bench, layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     _, a, b = _LAYOUTS[layout]
     return bench.normal(*a, dtype=dtype, scale=0.1), bench.normal(*b, dtype=dtype)
 
 
-def _plain(bench: Bench, dtype: torch.dtype, layout: str) -> Mapping[str, Any]:
-    a, b = _operands(bench, layout, dtype)
+def _call_plain_gemm(bench: Bench, dtype: torch.dtype, layout: str) -> Mapping[str, Any]:
+    a, b = _draw_operands(bench, layout, dtype)
     return _general_gemm(a, b, out_dtype=dtype, layout=layout, grad=layout != "TN")
 
 
-def _forward(bench: Bench, dtype: torch.dtype, gelu: bool) -> Mapping[str, Any]:
-    a, b = _operands(bench, "TN", dtype)
+def _call_gemm_with_bias(bench: Bench, dtype: torch.dtype, gelu: bool) -> Mapping[str, Any]:
+    a, b = _draw_operands(bench, "TN", dtype)
     return _general_gemm(a, b, out_dtype=dtype, bias=bench.normal(_OUTER, dtype=dtype), gelu=gelu)
 
 
 def _gelu_gradient(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    a, b = _operands(bench, "NN", dtype)
+    a, b = _draw_operands(bench, "NN", dtype)
     gelu_input = bench.normal(_TOKENS, _INNER, dtype=dtype)
     return _general_gemm(a, b, out_dtype=dtype, layout="NN", grad=True, gelu=True, gelu_in=gelu_input)
 
 
 def _gemm_with_bias_gradient(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    a, b = _operands(bench, "NT", dtype)
+    a, b = _draw_operands(bench, "NT", dtype)
     bias = torch.empty(_OUTER, dtype=dtype, device=bench.device)
     return _general_gemm(a, b, out_dtype=dtype, layout="NT", grad=True, bias=bias)
 
 
-def _accumulated(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    a, b = _operands(bench, "NT", dtype)
+def _call_accumulating_gemm(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    a, b = _draw_operands(bench, "NT", dtype)
     out = bench.normal(_OUTER, _INNER)
     return _general_gemm(a, b, out_dtype=torch.float32, layout="NT", grad=True, out=out, accumulate=True)
 
 
-def _quantized(bench: Bench, name: str, layout: str, split: bool) -> Mapping[str, Any]:
+def _call_quantized_gemm(bench: Bench, name: str, layout: str, split: bool) -> Mapping[str, Any]:
     weights, others, gradients = _QUANTIZERS_OF[name]
-    a, b = _operands(bench, layout, _BF16)
+    a, b = _draw_operands(bench, layout, _BF16)
     a = bench.quantizer(others if layout == "NT" else weights)(a)
     b = bench.quantizer(others, E4M3 if layout == "TN" else gradients)(b)
     return _general_gemm(a, b, out_dtype=_BF16, layout=layout, grad=layout != "TN", use_split_accumulator=split)
@@ -173,15 +173,15 @@ def casts() -> Iterator[KernelCall]:
             # TE's Hadamard transform only reads BF16.
             for text, dtype in ({"BF16": torch.bfloat16} if "Hadamard" in name else DTYPES).items():
                 variant = f"{text} to {name} {code_text}"
-                run = partial(_quantize, name=name, codes=codes, dtype=dtype)
+                run = partial(_quantize_matrix, name=name, codes=codes, dtype=dtype)
                 yield KernelCall("Casts", "quantize", variant, _CAST_SHAPES, run, name)
-            run = partial(_dequantize, name=name, codes=codes)
+            run = partial(_dequantize_matrix, name=name, codes=codes)
             yield KernelCall("Casts", "dequantize", f"{name} {code_text} to FP32", _CAST_SHAPES, run, name)
     for name in ("fp8_delayed", "fp8_current", "mxfp8"):
         run = partial(_quantize_with_bias_gradient, name=name)
         yield KernelCall("Casts", "bgrad_quantize", f"BF16 to {name} E5M2", _CAST_SHAPES, run, name)
     for text, dtype in DTYPES.items():
-        yield KernelCall("Scales", "compute_amax", text, _CAST_SHAPES, partial(_amax, dtype=dtype))
+        yield KernelCall("Scales", "compute_amax", text, _CAST_SHAPES, partial(_compute_amax, dtype=dtype))
     for algorithm in ("max", "most_recent"):
         for code_text, codes in _CODES.items():
             run = partial(_scale_update, algorithm=algorithm, codes=codes)
@@ -189,13 +189,13 @@ def casts() -> Iterator[KernelCall]:
             yield KernelCall("Scales", kernel, f"{algorithm}, {code_text}", f"history [{_HISTORY}, {_TENSORS}]", run)
 
 
-def _quantize(bench: Bench, name: str, codes: str, dtype: torch.dtype) -> Mapping[str, Any]:
+def _quantize_matrix(bench: Bench, name: str, codes: str, dtype: torch.dtype) -> Mapping[str, Any]:
     quantizer = bench.quantizer(name, codes)
     result = {"": quantizer(bench.wide(_ROWS, _COLUMNS, dtype=dtype))}
     return result | {"amax": quantizer.amax} if name == "fp8_delayed" else result
 
 
-def _dequantize(bench: Bench, name: str, codes: str) -> Mapping[str, Any]:
+def _dequantize_matrix(bench: Bench, name: str, codes: str) -> Mapping[str, Any]:
     quantized = bench.quantizer(name, codes)(bench.wide(_ROWS, _COLUMNS, dtype=torch.bfloat16))
     return {"values": quantized.dequantize(dtype=torch.float32)}
 
@@ -206,7 +206,7 @@ def _quantize_with_bias_gradient(bench: Bench, name: str) -> Mapping[str, Any]:
     return {"bias gradient": bias_gradient, "gradient": quantized}
 
 
-def _amax(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+def _compute_amax(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     amax = torch.zeros(1, device=bench.device)
     bench.tex.compute_amax(bench.wide(_ROWS, _COLUMNS, dtype=dtype), amax)
     return {"amax": amax}
@@ -242,20 +242,20 @@ def casts_of_shards() -> Iterator[KernelCall]:
             yield KernelCall("Shards", "fp8_block_scaling_partial_cast", variant, _SHARD_SHAPES, run, _SHARD_QUANTIZER)
 
 
-def _shard(bench: Bench, dtype: torch.dtype) -> torch.Tensor:
+def _draw_shard(bench: Bench, dtype: torch.dtype) -> torch.Tensor:
     return bench.wide(_WEIGHT_ROWS * _WEIGHT_COLUMNS, dtype=dtype)[_BEGIN:_END].contiguous()
 
 
 def _amax_of_shard(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     amax = torch.zeros(_WEIGHT_ROWS // _BLOCK, _WEIGHT_COLUMNS // _BLOCK, device=bench.device)
     bench.tex.fp8_block_scaling_compute_partial_amax(
-        _shard(bench, dtype), amax, _WEIGHT_ROWS, _WEIGHT_COLUMNS, _BEGIN, _BLOCK
+        _draw_shard(bench, dtype), amax, _WEIGHT_ROWS, _WEIGHT_COLUMNS, _BEGIN, _BLOCK
     )
     return {"amax": amax}
 
 
 def _cast_shard(bench: Bench, dtype: torch.dtype, codes: str) -> Mapping[str, Any]:
-    part = _shard(bench, dtype)
+    part = _draw_shard(bench, dtype)
     scale = bench.wide(_WEIGHT_ROWS // _BLOCK, _WEIGHT_COLUMNS // _BLOCK).abs()
     out = torch.zeros(part.numel(), dtype=torch.uint8, device=bench.device)
     code = getattr(bench.tex.DType, codes)

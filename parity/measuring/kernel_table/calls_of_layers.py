@@ -43,13 +43,13 @@ def _norm_forward(
 ) -> Mapping[str, Any]:
     x, gamma, beta, _ = _norm_inputs(bench, dtype)
     caster = bench.quantizer(quantizer) if quantizer else None
-    results = _normalize(bench, norm, (x, gamma, beta), caster, dtype, centered)
+    results = _call_norm_kernel(bench, norm, (x, gamma, beta), caster, dtype, centered)
     return dict(zip(("z", "mu", "rsigma"), results, strict=True))
 
 
 def _norm_backward(bench: Bench, norm: str, dtype: torch.dtype, centered: bool) -> Mapping[str, Any]:
     x, gamma, beta, dz = _norm_inputs(bench, dtype)
-    _, mu, rsigma = _normalize(bench, norm, (x, gamma, beta), None, dtype, centered)
+    _, mu, rsigma = _call_norm_kernel(bench, norm, (x, gamma, beta), None, dtype, centered)
     statistics = (mu, rsigma) if norm == "layernorm" else (rsigma,)
     results = getattr(bench.tex, f"{norm}_bwd")(dz, x, *statistics, gamma, 0, centered)
     return dict(zip(("dx", "dgamma", "dbeta"), results, strict=False))
@@ -57,7 +57,7 @@ def _norm_backward(bench: Bench, norm: str, dtype: torch.dtype, centered: bool) 
 
 def _norm_backward_and_add(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     x, gamma, beta, dz = _norm_inputs(bench, dtype)
-    _, _, rsigma = _normalize(bench, "rmsnorm", (x, gamma, beta), None, dtype, False)
+    _, _, rsigma = _call_norm_kernel(bench, "rmsnorm", (x, gamma, beta), None, dtype, False)
     residual = bench.normal(_NORM_ROWS, _NORM_COLUMNS, dtype=dtype)
     results = bench.tex.rmsnorm_bwd_add(dz, x, residual, rsigma, gamma, 0, False)
     return dict(zip(("dx", "dgamma"), results, strict=True))
@@ -69,7 +69,7 @@ def _norm_inputs(bench: Bench, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return x, gamma, beta, dz
 
 
-def _normalize(
+def _call_norm_kernel(
     bench: Bench, norm: str, inputs: tuple[torch.Tensor, ...], quantizer: Any, dtype: torch.dtype, centered: bool
 ) -> Any:
     taken = inputs if norm == "layernorm" else inputs[:2]
@@ -91,21 +91,23 @@ _WITH_BIAS = ("gelu", "silu", "relu", "qgelu", "srelu")
 def activations() -> Iterator[KernelCall]:
     for text, dtype in DTYPES.items():
         for name in (*_PLAIN, *_GATED):
-            yield _activation(name, text, partial(_forward, name=name, dtype=dtype))
-            yield _activation(_gradient_of(name), text, partial(_backward, name=name, dtype=dtype))
+            yield _define_activation(name, text, partial(_call_activation, name=name, dtype=dtype))
+            yield _define_activation(
+                _gradient_of(name), text, partial(_call_activation_gradient, name=name, dtype=dtype)
+            )
         for name in _SCALED:
-            yield _activation(f"scaled_{name}", text, partial(_scaled, name=name, dtype=dtype))
+            yield _define_activation(f"scaled_{name}", text, partial(_call_scaled_activation, name=name, dtype=dtype))
     for quantizer in ("fp8_delayed", "fp8_current", "mxfp8"):
         for name in _TO_FP8:
-            for kernel, run in ((name, _forward), (_gradient_of(name), _backward)):
+            for kernel, run in ((name, _call_activation), (_gradient_of(name), _call_activation_gradient)):
                 bound = partial(run, name=name, dtype=torch.bfloat16, quantizer=quantizer)
-                yield _activation(kernel, f"BF16 to {quantizer}", bound, quantizer)
+                yield _define_activation(kernel, f"BF16 to {quantizer}", bound, quantizer)
         for name in _WITH_BIAS:
             run = partial(_with_bias, name=name, quantizer=quantizer)
-            yield _activation(f"dbias_d{name}", f"BF16 to {quantizer}", run, quantizer)
+            yield _define_activation(f"dbias_d{name}", f"BF16 to {quantizer}", run, quantizer)
 
 
-def _activation(kernel: str, variant: str, run: Any, quantizer: str | None = None) -> KernelCall:
+def _define_activation(kernel: str, variant: str, run: Any, quantizer: str | None = None) -> KernelCall:
     return KernelCall("Activations", kernel, variant, f"{_ROWS} rows, {_COLUMNS} results each", run, quantizer)
 
 
@@ -113,22 +115,24 @@ def _gradient_of(name: str) -> str:
     return "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"
 
 
-def _input(bench: Bench, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _draw_input(bench: Bench, name: str, dtype: torch.dtype) -> torch.Tensor:
     return bench.normal(_ROWS, 2 * _COLUMNS if name in _GATED else _COLUMNS, dtype=dtype, scale=3.0)
 
 
-def _forward(bench: Bench, name: str, dtype: torch.dtype, quantizer: str | None = None) -> Mapping[str, Any]:
+def _call_activation(bench: Bench, name: str, dtype: torch.dtype, quantizer: str | None = None) -> Mapping[str, Any]:
     caster = bench.quantizer(quantizer) if quantizer else None
-    return {"result": getattr(bench.tex, name)(_input(bench, name, dtype), caster)}
+    return {"result": getattr(bench.tex, name)(_draw_input(bench, name, dtype), caster)}
 
 
-def _backward(bench: Bench, name: str, dtype: torch.dtype, quantizer: str | None = None) -> Mapping[str, Any]:
-    x, grad = _input(bench, name, dtype), bench.normal(_ROWS, _COLUMNS, dtype=dtype)
+def _call_activation_gradient(
+    bench: Bench, name: str, dtype: torch.dtype, quantizer: str | None = None
+) -> Mapping[str, Any]:
+    x, grad = _draw_input(bench, name, dtype), bench.normal(_ROWS, _COLUMNS, dtype=dtype)
     caster = bench.quantizer(quantizer, E5M2) if quantizer else None
     return {"gradient": getattr(bench.tex, _gradient_of(name))(grad, x, caster)}
 
 
-def _scaled(bench: Bench, name: str, dtype: torch.dtype) -> Mapping[str, Any]:
+def _call_scaled_activation(bench: Bench, name: str, dtype: torch.dtype) -> Mapping[str, Any]:
     """Call an activation that scales each row, such as by its router's probability, forward and backward."""
     x, grad = bench.normal(_ROWS, _SCALED[name] * _COLUMNS, dtype=dtype), bench.normal(_ROWS, _COLUMNS, dtype=dtype)
     scales = bench.normal(_ROWS).abs()
@@ -138,7 +142,7 @@ def _scaled(bench: Bench, name: str, dtype: torch.dtype) -> Mapping[str, Any]:
 
 
 def _with_bias(bench: Bench, name: str, quantizer: str) -> Mapping[str, Any]:
-    x, grad = _input(bench, name, torch.bfloat16), bench.normal(_ROWS, _COLUMNS, dtype=torch.bfloat16)
+    x, grad = _draw_input(bench, name, torch.bfloat16), bench.normal(_ROWS, _COLUMNS, dtype=torch.bfloat16)
     kernel = getattr(bench.tex, f"dbias_d{name}")
     bias_gradient, gradient = kernel(grad, x, bench.quantizer(quantizer, E5M2))
     return {"bias gradient": bias_gradient, "gradient": gradient}
@@ -156,7 +160,7 @@ _ROUTING_SHAPES = f"[{_TOKENS}, {_EXPERTS}], {_CHOSEN} chosen"
 def mixtures() -> Iterator[KernelCall]:
     for text, dtype in DTYPES.items():
         for kind in ("mask", "index"):
-            run = partial(_permute, kind=kind, dtype=dtype)
+            run = partial(_permute_tokens, kind=kind, dtype=dtype)
             yield KernelCall(
                 "Mixture of experts", "moe_permute, moe_unpermute", f"{text}, {kind} map", _MOVING_SHAPES, run
             )
@@ -164,14 +168,14 @@ def mixtures() -> Iterator[KernelCall]:
         yield KernelCall("Mixture of experts", "moe_permute_with_probs", text, _MOVING_SHAPES, run)
         run = partial(_sort_chunks, dtype=dtype)
         yield KernelCall("Mixture of experts", "moe_sort_chunks_by_index_with_probs", text, _MOVING_SHAPES, run)
-        run = partial(_pad, dtype=dtype)
+        run = partial(_pad_rows, dtype=dtype)
         sizes = f"{list(_SIZES)} rows to {list(_PADDED_SIZES)}"
         yield KernelCall("Mixture of experts", "fused_multi_row_padding, _unpadding", text, sizes, run)
         for function in ("softmax", "sigmoid", "sqrtsoftplus"):
-            run = partial(_route, function=function, dtype=dtype)
+            run = partial(_route_tokens, function=function, dtype=dtype)
             name = "fused_topk_with_score_function"
             yield KernelCall("Mixture of experts", name, f"{text}, {function}", _ROUTING_SHAPES, run)
-            run = partial(_scores, function=function, dtype=dtype)
+            run = partial(_score_experts, function=function, dtype=dtype)
             name = "fused_compute_score_for_moe_aux_loss"
             yield KernelCall("Mixture of experts", name, f"{text}, {function}", _ROUTING_SHAPES, run)
     for text in ("FP32", "BF16"):
@@ -181,23 +185,23 @@ def mixtures() -> Iterator[KernelCall]:
             yield KernelCall("Mixture of experts", "fused_moe_aux_loss", variant, _ROUTING_SHAPES, run)
 
 
-def _choices(bench: Bench) -> Tensor:
+def _draw_choices(bench: Bench) -> Tensor:
     """Return INT64 ``[tokens, chosen]``: for each token, different experts."""
     return bench.orders(_TOKENS, _EXPERTS)[:, :_CHOSEN].contiguous()
 
 
-def _mask(choices: Tensor) -> Tensor:
+def _make_routing_mask(choices: Tensor) -> Tensor:
     empty = torch.zeros(_TOKENS, _EXPERTS, dtype=torch.int32, device=choices.device)
     return empty.scatter(1, choices, 1)
 
 
-def _permute(bench: Bench, kind: str, dtype: torch.dtype) -> Mapping[str, Any]:
+def _permute_tokens(bench: Bench, kind: str, dtype: torch.dtype) -> Mapping[str, Any]:
     """Send tokens to experts and back, merging a token's rows by probabilities."""
-    choices = _choices(bench)
+    choices = _draw_choices(bench)
     x, grad = (bench.normal(_TOKENS, _HIDDEN, dtype=dtype) for _ in range(2))
     x.requires_grad_()
     probs = bench.normal(_TOKENS, _EXPERTS if kind == "mask" else _CHOSEN).abs().requires_grad_()
-    routing = _mask(choices) if kind == "mask" else choices.int()
+    routing = _make_routing_mask(choices) if kind == "mask" else choices.int()
     rows, row_id_map = bench.te.moe_permute(x, routing, num_out_tokens=_TOKENS * _CHOSEN, map_type=kind)
     shape = {"restore_shape": x.shape} if kind == "mask" else {}
     merged = bench.te.moe_unpermute(rows, row_id_map, merging_probs=probs, map_type=kind, **shape)
@@ -207,7 +211,7 @@ def _permute(bench: Bench, kind: str, dtype: torch.dtype) -> Mapping[str, Any]:
 
 def _permute_with_probs(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     x = bench.normal(_TOKENS, _HIDDEN, dtype=dtype).requires_grad_()
-    mask = _mask(_choices(bench))
+    mask = _make_routing_mask(_draw_choices(bench))
     probs = (bench.normal(_TOKENS, _EXPERTS).abs() * mask).requires_grad_()
     count = _TOKENS * _CHOSEN
     rows, row_probs, _ = bench.te.moe_permute_with_probs(x, probs, mask, num_out_tokens=count)
@@ -225,7 +229,7 @@ def _sort_chunks(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     return {"rows": rows.detach(), "row probs": row_probs.detach(), "dx": dx}
 
 
-def _pad(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+def _pad_rows(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     x = bench.normal(sum(_SIZES), _HIDDEN, dtype=dtype)
     padded = torch.empty(sum(_PADDED_SIZES), _HIDDEN, dtype=dtype, device=bench.device)
     back = torch.empty_like(x)
@@ -234,26 +238,26 @@ def _pad(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     return {"padded": padded, "unpadded": back}
 
 
-def _router() -> Any:
+def _import_router() -> Any:
     return importlib.import_module("transformer_engine.pytorch.router")
 
 
-def _logits(bench: Bench, dtype: torch.dtype) -> Tensor:
+def _draw_logits(bench: Bench, dtype: torch.dtype) -> Tensor:
     """Return logits that differ for each token in any dtype, so that the choice does not depend on the last bit."""
     return (bench.orders(_TOKENS, _EXPERTS) / 4 - 2).to(dtype).requires_grad_()
 
 
-def _route(bench: Bench, function: str, dtype: torch.dtype) -> Mapping[str, Any]:
-    logits = _logits(bench, dtype)
-    topk = _router().fused_topk_with_score_function
+def _route_tokens(bench: Bench, function: str, dtype: torch.dtype) -> Mapping[str, Any]:
+    logits = _draw_logits(bench, dtype)
+    topk = _import_router().fused_topk_with_score_function
     probs, routing_map = topk(logits, _CHOSEN, False, None, None, 2.5, function, None)
     (gradient,) = torch.autograd.grad(probs, logits, bench.normal(_TOKENS, _EXPERTS, dtype=probs.dtype))
     return {"probs": probs.detach(), "routing map": routing_map, "gradient": gradient}
 
 
-def _scores(bench: Bench, function: str, dtype: torch.dtype) -> Mapping[str, Any]:
-    logits = _logits(bench, dtype)
-    routing_map, scores = _router().fused_compute_score_for_moe_aux_loss(logits, _CHOSEN, function)
+def _score_experts(bench: Bench, function: str, dtype: torch.dtype) -> Mapping[str, Any]:
+    logits = _draw_logits(bench, dtype)
+    routing_map, scores = _import_router().fused_compute_score_for_moe_aux_loss(logits, _CHOSEN, function)
     (gradient,) = torch.autograd.grad(scores, logits, bench.normal(_TOKENS, _EXPERTS, dtype=scores.dtype))
     return {"scores": scores.detach(), "routing map": routing_map, "gradient": gradient}
 
@@ -262,7 +266,7 @@ def _auxiliary_loss(bench: Bench, dtype: torch.dtype, graph_safe: bool) -> Mappi
     probs = bench.normal(_TOKENS, _EXPERTS, dtype=dtype).abs().requires_grad_()
     counts = bench.integers(_EXPERTS, high=9, dtype=torch.int64)
     tokens = bench.fixed([_TOKENS], torch.int64)[0] if graph_safe else _TOKENS
-    loss = _router().fused_moe_aux_loss(probs, counts, tokens, _EXPERTS, _CHOSEN, 0.01)
+    loss = _import_router().fused_moe_aux_loss(probs, counts, tokens, _EXPERTS, _CHOSEN, 0.01)
     (gradient,) = torch.autograd.grad(loss, probs)
     return {"loss": loss.detach(), "gradient": gradient}
 
@@ -292,33 +296,37 @@ _SGDS: dict[str, dict[str, Any]] = {
 
 def optimizers() -> Iterator[KernelCall]:
     for variant, (dtype, options) in _ADAMS.items():
-        run = partial(_step, optimizer="FusedAdam", dtype=dtype, options={"lr": 0.01, "weight_decay": 0.1, **options})
+        run = partial(
+            _run_optimizer, optimizer="FusedAdam", dtype=dtype, options={"lr": 0.01, "weight_decay": 0.1, **options}
+        )
         yield KernelCall("Optimizers", "FusedAdam", variant, _SHAPES, run)
     for variant, options in _SGDS.items():
-        run = partial(_step, optimizer="FusedSGD", dtype=torch.float32, options={"lr": 0.01, **options})
+        run = partial(_run_optimizer, optimizer="FusedSGD", dtype=torch.float32, options={"lr": 0.01, **options})
         yield KernelCall("Optimizers", "FusedSGD", variant, _SHAPES, run)
     for text, dtype in DTYPES.items():
-        yield KernelCall("Optimizers", "multi_tensor_l2norm", text, _SHAPES, partial(_norm, dtype=dtype))
-        yield KernelCall("Optimizers", "multi_tensor_unscale_l2norm", text, _SHAPES, partial(_unscaled, dtype=dtype))
-        yield KernelCall("Optimizers", "multi_tensor_scale", text, _SHAPES, partial(_scale, dtype=dtype))
+        yield KernelCall("Optimizers", "multi_tensor_l2norm", text, _SHAPES, partial(_compute_norms, dtype=dtype))
+        yield KernelCall(
+            "Optimizers", "multi_tensor_unscale_l2norm", text, _SHAPES, partial(_compute_unscaled_norms, dtype=dtype)
+        )
+        yield KernelCall("Optimizers", "multi_tensor_scale", text, _SHAPES, partial(_scale_tensors, dtype=dtype))
         yield KernelCall("Optimizers", "multi_tensor_scale_tensor", text, _SHAPES, partial(_scale_by, dtype=dtype))
     for power in (False, True):
         variant = "power-of-two scales" if power else "any scale"
         name = "multi_tensor_compute_scale_and_scale_inv"
-        yield KernelCall("Optimizers", name, variant, "64 amaxes", partial(_scales, power=power))
+        yield KernelCall("Optimizers", name, variant, "64 amaxes", partial(_compute_scales, power=power))
 
 
-def _tensors(bench: Bench, dtype: torch.dtype) -> list[Tensor]:
+def _draw_tensors(bench: Bench, dtype: torch.dtype) -> list[Tensor]:
     return [bench.normal(length, dtype=dtype) for length in _LENGTHS]
 
 
-def _flag(bench: Bench) -> Tensor:
+def _make_flag(bench: Bench) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=bench.device)
 
 
-def _step(bench: Bench, optimizer: str, dtype: torch.dtype, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    parameters = [nn.Parameter(tensor) for tensor in _tensors(bench, dtype)]
-    gradients = [_tensors(bench, dtype) for _ in range(_STEPS)]
+def _run_optimizer(bench: Bench, optimizer: str, dtype: torch.dtype, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = [nn.Parameter(tensor) for tensor in _draw_tensors(bench, dtype)]
+    gradients = [_draw_tensors(bench, dtype) for _ in range(_STEPS)]
     module = importlib.import_module("transformer_engine.pytorch.optimizers")
     made = getattr(module, optimizer)(parameters, **options)
     for entry in gradients:
@@ -334,38 +342,38 @@ def _step(bench: Bench, optimizer: str, dtype: torch.dtype, options: Mapping[str
     return results
 
 
-def _norm(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    total, each = bench.tex.multi_tensor_l2norm(_CHUNK, _flag(bench), [_tensors(bench, dtype)], True)
+def _compute_norms(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    total, each = bench.tex.multi_tensor_l2norm(_CHUNK, _make_flag(bench), [_draw_tensors(bench, dtype)], True)
     return {"norm": total, "norms": each}
 
 
-def _unscaled(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+def _compute_unscaled_norms(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     inverse = bench.fixed([0.37], torch.float32)
-    tensors = [_tensors(bench, dtype)]
-    total, each = bench.tex.multi_tensor_unscale_l2norm(_CHUNK, _flag(bench), tensors, inverse, True)
+    tensors = [_draw_tensors(bench, dtype)]
+    total, each = bench.tex.multi_tensor_unscale_l2norm(_CHUNK, _make_flag(bench), tensors, inverse, True)
     return {"norm": total, "norms": each}
 
 
-def _scale(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    tensors = _tensors(bench, dtype)
+def _scale_tensors(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    tensors = _draw_tensors(bench, dtype)
     scaled = [torch.empty_like(tensor) for tensor in tensors]
-    bench.tex.multi_tensor_scale(_CHUNK, _flag(bench), [tensors, scaled], 0.37)
+    bench.tex.multi_tensor_scale(_CHUNK, _make_flag(bench), [tensors, scaled], 0.37)
     return {"scaled": torch.cat(scaled)}
 
 
 def _scale_by(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    tensors = _tensors(bench, dtype)
+    tensors = _draw_tensors(bench, dtype)
     scaled = [torch.empty_like(tensor) for tensor in tensors]
     factor = bench.fixed([0.37], torch.float32)
-    bench.tex.multi_tensor_scale_tensor(_CHUNK, _flag(bench), [tensors, scaled], factor)
+    bench.tex.multi_tensor_scale_tensor(_CHUNK, _make_flag(bench), [tensors, scaled], factor)
     return {"scaled": torch.cat(scaled)}
 
 
-def _scales(bench: Bench, power: bool) -> Mapping[str, Any]:
+def _compute_scales(bench: Bench, power: bool) -> Mapping[str, Any]:
     amaxes = list(bench.wide(64, 1).abs())
     scales, inverses = ([torch.empty_like(amax) for amax in amaxes] for _ in range(2))
     kernel = bench.tex.multi_tensor_compute_scale_and_scale_inv
-    kernel(_CHUNK, _flag(bench), [amaxes, scales, inverses], 448.0, power, 0.0)
+    kernel(_CHUNK, _make_flag(bench), [amaxes, scales, inverses], 448.0, power, 0.0)
     return {"scale": torch.cat(scales), "scale_inv": torch.cat(inverses)}
 
 
@@ -413,14 +421,14 @@ def hyper_connections() -> Iterator[KernelCall]:
     for text, (dtype, of_weights) in _X_AND_WEIGHTS.items():
         for suffix, use_tf32 in (("", True), (", without TF32", False)):
             for name, draw in (
-                ("projection", _projection), ("aggregate", _aggregation), ("expand_combine", _expansion)
+                ("projection", _draw_projection), ("aggregate", _draw_aggregation), ("expand_combine", _draw_expansion)
             ):  # fmt: skip
                 inputs = partial(draw, dtype=dtype, of_weights=of_weights)
                 yield _hyper_connection(name, f"{text}{suffix}", inputs, use_tf32=use_tf32)
-        inputs = partial(_projection, dtype=dtype, of_weights=of_weights, is_normed=True)
+        inputs = partial(_draw_projection, dtype=dtype, of_weights=of_weights, is_normed=True)
         yield _hyper_connection("projection", f"{text}, norm weight", inputs)
         if dtype == of_weights:
-            yield _hyper_connection("scale", text, partial(_scaling, dtype=dtype))
+            yield _hyper_connection("scale", text, partial(_draw_scaling, dtype=dtype))
             for suffix, recompute in (("", True), (", history kept", False)):
                 yield _hyper_connection(
                     "sinkhorn", f"{text}{suffix}", partial(_stream_logits, dtype=dtype), recompute_hist=recompute
@@ -448,7 +456,7 @@ def _forward_and_backward(
     return results | {f"gradient of {key}": gradient for key, gradient in zip(inputs, gradients, strict=True)}
 
 
-def _projection(
+def _draw_projection(
     bench: Bench, dtype: torch.dtype, of_weights: torch.dtype, is_normed: bool = False
 ) -> dict[str, Tensor]:
     inputs = {
@@ -458,7 +466,7 @@ def _projection(
     return inputs | ({"norm_weight": bench.normal(_FEATURES, dtype=dtype)} if is_normed else {})
 
 
-def _scaling(bench: Bench, dtype: torch.dtype) -> dict[str, Tensor]:
+def _draw_scaling(bench: Bench, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         "H": bench.normal(_MHC_TOKENS, _PADDED, dtype=dtype),
         "alpha": bench.normal(3, dtype=dtype),
@@ -471,22 +479,22 @@ def _stream_logits(bench: Bench, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"H_res": bench.normal(_MHC_SEQUENCE, _MHC_BATCH, _STREAMS, _STREAMS, dtype=dtype, scale=2.0)}
 
 
-def _aggregation(bench: Bench, dtype: torch.dtype, of_weights: torch.dtype) -> dict[str, Tensor]:
+def _draw_aggregation(bench: Bench, dtype: torch.dtype, of_weights: torch.dtype) -> dict[str, Tensor]:
     return {
-        "x": _streams(bench, dtype),
+        "x": _draw_streams(bench, dtype),
         "H_pre": bench.normal(_MHC_SEQUENCE, _MHC_BATCH, _STREAMS, dtype=of_weights),
     }
 
 
-def _expansion(bench: Bench, dtype: torch.dtype, of_weights: torch.dtype) -> dict[str, Tensor]:
+def _draw_expansion(bench: Bench, dtype: torch.dtype, of_weights: torch.dtype) -> dict[str, Tensor]:
     return {
         "f": bench.normal(_MHC_SEQUENCE, _MHC_BATCH, _CHANNELS, dtype=dtype),
         "bias": bench.normal(_CHANNELS, dtype=dtype),
         "H_post": bench.normal(_MHC_SEQUENCE, _MHC_BATCH, _STREAMS, dtype=of_weights),
-        "x": _streams(bench, dtype),
+        "x": _draw_streams(bench, dtype),
         "H_res": bench.normal(_MHC_SEQUENCE, _MHC_BATCH, _STREAMS, _STREAMS, dtype=of_weights),
     }
 
 
-def _streams(bench: Bench, dtype: torch.dtype) -> Tensor:
+def _draw_streams(bench: Bench, dtype: torch.dtype) -> Tensor:
     return bench.normal(_MHC_SEQUENCE, _MHC_BATCH, _CHANNELS, _STREAMS, dtype=dtype)

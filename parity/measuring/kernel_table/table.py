@@ -281,12 +281,12 @@ def run(
         longest: seconds without a new outcome after which it is stopped.
     """
     with subprocess.Popen(command, env=environment) as process, ended_with_this(process):
-        made, since = _made(folder), time.monotonic()
+        made, since = _count_outcomes(folder), time.monotonic()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=max(0.0, min(1.0, ends - time.monotonic())))
             now, before = time.monotonic(), made
-            made = _made(folder)
+            made = _count_outcomes(folder)
             since = now if made != before else since
             if now >= ends or now - since >= longest:
                 process.kill()
@@ -294,7 +294,7 @@ def run(
                 return None if now >= ends else code
 
 
-def _made(folder: Path) -> int:
+def _count_outcomes(folder: Path) -> int:
     return sum(1 for _ in folder.iterdir())
 
 
@@ -331,8 +331,8 @@ def distance_of(x: Tensor, y: Tensor) -> Distance:
     """
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(f"{x.dtype} {list(x.shape)} cannot be compared with {y.dtype} {list(y.shape)}")
-    different = int((_bits(x) != _bits(y)).sum())
-    relative = _relative(x, y)
+    different = int((_view_bits(x) != _view_bits(y)).sum())
+    relative = _compute_relative_distance(x, y)
     x_nan, y_nan = _is_nan(x), _is_nan(y)
     steps = (ordinal(x) - ordinal(y)).abs().masked_fill(x_nan & y_nan, 0)
     if bool((x_nan != y_nan).any()):
@@ -340,7 +340,7 @@ def distance_of(x: Tensor, y: Tensor) -> Distance:
     return Distance(x.numel(), different, float(steps.max()) if x.numel() else 0.0, relative)
 
 
-def _relative(x: Tensor, y: Tensor) -> float:
+def _compute_relative_distance(x: Tensor, y: Tensor) -> float:
     if not x.dtype.is_floating_point:
         return math.nan
     exact, other = (values.float().double() if values.element_size() < 8 else values for values in (x, y))
@@ -350,14 +350,14 @@ def _relative(x: Tensor, y: Tensor) -> float:
 
 def ordinal(values: Tensor) -> Tensor:
     """Return INT64: each number's place among those of its dtype, with 0 for zeros and 1 for the smallest positive."""
-    bits = _bits(values).long()
+    bits = _view_bits(values).long()
     if values.dtype is torch.float8_e8m0fnu or not values.dtype.is_floating_point:
         return bits
     sign = 1 << (8 * values.element_size() - 1)
     return torch.where((bits & sign) != 0, -(bits & (sign - 1)), bits)
 
 
-def _bits(values: Tensor) -> Tensor:
+def _view_bits(values: Tensor) -> Tensor:
     return values.view(_BITS[values.element_size()]) if values.dtype.is_floating_point else values
 
 
@@ -382,7 +382,7 @@ def lines_of(comparisons: Iterable[Comparison], environment: Environment, emulat
         emulated_gpu: the GPU that the CPU kernels emulated.
     """
     lines: list[Entry] = [{"environment": to_json(environment), "emulated_gpu": emulated_gpu}]
-    lines += [line for comparison in comparisons for line in _lines(comparison)]
+    lines += [line for comparison in comparisons for line in _list_entries(comparison)]
     return "".join(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n" for line in lines)
 
 
@@ -392,13 +392,13 @@ def read_lines(file: Path) -> list[Entry]:
     Raises:
         UserError: if the file cannot be read, or if any of its lines does not belong to such a table.
     """
-    found = reading.lines(file, _entry)
+    found = reading.lines(file, _check_entry)
     if found.left_out:
         raise UserError(reading.told(file, found.left_out)[0])
     return [line for line in found.contents if "kernel" in line]
 
 
-def _entry(line: Any) -> Entry:
+def _check_entry(line: Any) -> Entry:
     if not isinstance(line, dict):
         raise NotReadableError("it is not an object")
     if "kernel" in line:
@@ -421,19 +421,19 @@ def verdict(entries: Sequence[Entry]) -> str:
     return "; ".join(parts)
 
 
-def _lines(comparison: Comparison) -> Iterator[Entry]:
+def _list_entries(comparison: Comparison) -> Iterator[Entry]:
     call = comparison.call
     named = {"family": call.family, "kernel": call.kernel, "variant": call.variant, "shapes": call.shapes}
     nothing = {"elements": None, "different": None, "max_ulps": None, "relative": None}
     if comparison.why_none is not None:
         yield {**named, "result": None, **nothing, "gpu_seconds": None, "why_none": comparison.why_none}
     for name, distance in comparison.distances.items():
-        figures = nothing if isinstance(distance, str) else _figures(distance)
+        figures = nothing if isinstance(distance, str) else _describe_distance(distance)
         why = distance if isinstance(distance, str) else None
         yield {**named, "result": name, **figures, "gpu_seconds": comparison.seconds, "why_none": why}
 
 
-def _figures(distance: Distance) -> Entry:
+def _describe_distance(distance: Distance) -> Entry:
     return {
         "elements": distance.elements,
         "different": distance.different,
@@ -471,10 +471,10 @@ def compare(call: KernelCall, real: Outcome, emulated: Outcome) -> Comparison:
         if outcome.error is not None:
             return Comparison(call, {}, f"{side}: {outcome.error}")
     names = list(dict.fromkeys([*real.buffers, *emulated.buffers]))
-    return Comparison(call, {name: _distance(name, real, emulated) for name in names}, seconds=real.seconds)
+    return Comparison(call, {name: _compare_buffers(name, real, emulated) for name in names}, seconds=real.seconds)
 
 
-def _distance(name: str, real: Outcome, emulated: Outcome) -> Distance | str:
+def _compare_buffers(name: str, real: Outcome, emulated: Outcome) -> Distance | str:
     if name not in emulated.buffers:
         return "on the GPU only"
     if name not in real.buffers:
@@ -506,14 +506,17 @@ def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_g
         markdown_table(facts.items(), ("environment", "")),
     ]
     for family, group in itertools.groupby(made, lambda comparison: comparison.call.family):
-        parts += [f"## {family}", markdown_table([row for comparison in group for row in _rows(comparison)], _HEADERS)]
+        parts += [
+            f"## {family}",
+            markdown_table([row for comparison in group for row in _format_rows(comparison)], _HEADERS),
+        ]
     missing = [(c.call.kernel, c.call.variant, c.why_none) for c in made if c.why_none is not None]
     parts += ["## Not compared", markdown_table(missing, ("kernel", "variant", "why")) if missing else "None."]
     parts += ["## CPU kernels that the table leaves out", markdown_table(NOT_CALLED.items(), ("kernel", "why"))]
     return "\n\n".join(parts) + "\n"
 
 
-def _rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+def _format_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     call = comparison.call
     for name, distance in comparison.distances.items():
         if isinstance(distance, str):
@@ -574,12 +577,12 @@ def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu"
 
 def nearest_gpu(major: int, minor: int) -> str:
     """Return the newest GPU in ``cuda.GPUS`` of at most this compute capability, or the oldest if all are newer."""
-    by_age = sorted(cuda.GPUS, key=_capability)
-    older = [name for name in by_age if _capability(name) <= (major, minor)]
+    by_age = sorted(cuda.GPUS, key=_get_capability)
+    older = [name for name in by_age if _get_capability(name) <= (major, minor)]
     return older[-1] if older else by_age[0]
 
 
-def _capability(name: str) -> tuple[int, int]:
+def _get_capability(name: str) -> tuple[int, int]:
     return cuda.GPUS[name].major, cuda.GPUS[name].minor
 
 
@@ -603,7 +606,7 @@ def compare_backends(
 
         def outcomes_on(backend: Backend, place: Path) -> list[Outcome]:
             return outcomes_of(
-                lambda first: _run(backend, emulated_gpu, keyword, seed, place, first, ends), len(calls), place
+                lambda first: _run_process(backend, emulated_gpu, keyword, seed, place, first, ends), len(calls), place
             )
 
         with ThreadPoolExecutor() as threads:  # both kinds of kernels run side by side
@@ -615,7 +618,9 @@ def compare_backends(
     return [compare(call, *pair) for call, pair in zip(calls, zip(*outcomes, strict=True), strict=True)]
 
 
-def _run(backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path, first: int, ends: float) -> int | None:
+def _run_process(
+    backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path, first: int, ends: float
+) -> int | None:
     """Run a process that makes the calls from ``first`` on, see ``run``."""
     command = [sys.executable, "-m", __name__, backend, keyword, str(seed), str(place), str(first)]
     environment = {**os.environ, cuda.GPU_VARIABLE: emulated_gpu}
@@ -624,10 +629,10 @@ def _run(backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path, 
     return run(command, environment, place, ends)
 
 
-def _main(backend: str, keyword: str, seed: str, folder: str, first: str) -> int:
+def _make_calls(backend: str, keyword: str, seed: str, folder: str, first: str) -> int:
     kernels = te.kernels("gpu" if backend == "gpu" else "cpu")
     return 0 if make_all(select(keyword), int(first), kernels, int(seed), Path(folder)) else GPU_LOST
 
 
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+    sys.exit(_make_calls(*sys.argv[1:]))

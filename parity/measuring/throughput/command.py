@@ -68,18 +68,18 @@ def run(settings: Settings, folder: Path) -> Path:
     ends = math.inf if settings.minutes is None else time.time() + 60 * settings.minutes
     with claimed(file) as claim, _replaced_processes() as call:
         claim.begin(b"")
-        formats = _formats(settings)
+        formats = _list_peak_formats(settings)
         why = call(measure.begin, settings.backend, formats, len(settings.workloads), file)
         environment = record.read(file).environment
         if environment is None:
             raise UserError(str(why or "the process that measures the device's peak was ended"))
         plan = Plan(settings.repeats or _REPEATS[environment.backend], ends)
         chosen = list(implementations(settings.precisions, settings.compiled, environment.backend == "gpu"))
-        rounds = list(_rounds(settings.workloads, chosen))
+        rounds = list(_plan_rounds(settings.workloads, chosen))
         with Following("measuring", len(rounds)) as following:
             for workload, some in rounds:
                 following.step(0, f"measuring {workload.name}")
-                _measure(
+                _measure_workload(
                     workload, some, lambda *work: call(measure.measure_one, *work, plan, settings.backend, file), file
                 )
                 write(record.read(file), folder / f"{NAME}.md")
@@ -87,7 +87,7 @@ def run(settings: Settings, folder: Path) -> Path:
     return folder / f"{NAME}.md"
 
 
-def _rounds(
+def _plan_rounds(
     workloads: Sequence[Workload], chosen: Sequence[Implementation]
 ) -> Iterator[tuple[Workload, list[Implementation]]]:
     """Yield workloads with their implementations, the compiled ones last: they take longest, and time may run out."""
@@ -96,23 +96,25 @@ def _rounds(
         yield from ((workload, some) for workload in workloads if some)
 
 
-def _formats(settings: Settings) -> list[str]:
+def _list_peak_formats(settings: Settings) -> list[str]:
     """Return the formats whose peaks are needed on a GPU."""
     chosen = implementations(settings.precisions, settings.compiled, on_gpu=True)
     return list(dict.fromkeys(each.peak_format for each in chosen if each.peak_format is not None))
 
 
-def _measure(workload: Workload, chosen: Sequence[Implementation], measure: Callable[..., object], file: Path) -> None:
+def _measure_workload(
+    workload: Workload, chosen: Sequence[Implementation], measure: Callable[..., object], file: Path
+) -> None:
     """Measure all implementations, starting a new process whenever one was killed."""
     left = list(chosen)
     while left:
         answer = measure(workload, left)
-        left = [each for each in left if (each.kind, each.precision) not in _made(workload, file)]
+        left = [each for each in left if (each.kind, each.precision) not in _find_measured(workload, file)]
         if left and answer is not False:
             record.append(file, row_without(workload, left.pop(0), "the process ended in this measurement"))
 
 
-def _made(workload: Workload, file: Path) -> set[tuple[str, str]]:
+def _find_measured(workload: Workload, file: Path) -> set[tuple[str, str]]:
     """Return the kinds and precisions of the rows that a workload already has."""
     rows = record.read(file).rows
     of_workload = (row for row in rows if (row.workload, row.size) == (workload.case, workload.size_text))
@@ -166,7 +168,7 @@ def draw_plot(found: Record) -> Figure:
     figure = Figure(figsize=(5 * columns, 4 * lines + 0.6), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False)
     for axis, (title, rows) in zip(axes.flat, panels.items(), strict=False):
-        _panel(axis, title, rows)
+        _draw_panel(axis, title, rows)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     device = "" if found.environment is None else found.environment.device
@@ -180,7 +182,7 @@ def speed(row: Row) -> float:
     return row.flops / row.times.both / 1e12 if row.flops else 1 / row.times.both
 
 
-def _panel(axis: Axes, title: str, rows: list[Row]) -> None:
+def _draw_panel(axis: Axes, title: str, rows: list[Row]) -> None:
     for kind, marker in _MARKERS.items():
         of_kind = [row for row in rows if row.implementation == kind]
         points = [(row.error or 0.0, speed(row)) for row in of_kind]
@@ -228,10 +230,10 @@ def draw(found: Record, plot: str | None) -> str:
         found: what has been measured.
         plot: the file name of the plot, or None if there is none.
     """
-    return "\n\n".join(_sections(found, plot)) + "\n"
+    return "\n\n".join(_compose_sections(found, plot)) + "\n"
 
 
-def _sections(found: Record, plot: str | None) -> Iterator[str]:
+def _compose_sections(found: Record, plot: str | None) -> Iterator[str]:
     yield "# Throughput, on emulated kernels" if found.is_emulated else "# Throughput"
     if found.is_emulated:
         yield f"**{EMULATED}.** The plain module's times are this processor's."
@@ -243,16 +245,16 @@ def _sections(found: Record, plot: str | None) -> Iterator[str]:
         "How many times as fast as the plain module, eager in BF16, forward and backward together; then the error "
         "of the output."
     )
-    yield _summary(found.rows)
+    yield _tabulate_summary(found.rows)
     if plot is not None:
         yield f"![Speed against error]({plot})"
     else:
         yield "There is no plot: matplotlib is not installed, or nothing has an error."
     yield "## The device's peak"
-    yield _peaks(found.peaks)
+    yield _tabulate_peaks(found.peaks)
     for workload, rows in _by_workload(found.rows).items():
         yield f"## {workload}"
-        yield markdown_table([(row.name, *_cells(row, found)) for row in rows], _ROW_HEADERS)
+        yield markdown_table([(row.name, *_format_cells(row, found)) for row in rows], _ROW_HEADERS)
     yield "Made by `parity throughput`."
 
 
@@ -264,44 +266,46 @@ def _by_workload(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _tabulate_summary(rows: Sequence[Row]) -> str:
     workloads = _by_workload(rows)
-    cells = {name: {row.name: _bought(row, of) for row in of} for name, of in workloads.items()}
+    cells = {name: {row.name: _format_speedup_and_error(row, of) for row in of} for name, of in workloads.items()}
     names = dict.fromkeys(row.name for row in rows)
     return markdown_table(
         [(name, *(cells[each].get(name, "") for each in workloads)) for name in names], ("", *workloads)
     )
 
 
-def _bought(row: Row, rows: Sequence[Row]) -> str:
+def _format_speedup_and_error(row: Row, rows: Sequence[Row]) -> str:
     """Return ``1.8×, 2.3e-3``."""
     base = next((other.times for other in rows if (other.implementation, other.precision) == _BASE), None)
     speed = "–" if row.times is None or base is None else f"{short(base.both / row.times.both)}×"
-    return f"{speed}, {_error(row)}"
+    return f"{speed}, {_format_error(row)}"
 
 
-def _peaks(peaks: Sequence[Peak]) -> str:
+def _tabulate_peaks(peaks: Sequence[Peak]) -> str:
     rows = [
-        (peak.format, "–", peak.why_none) if peak.why_none else (peak.format, _tera(peak.flops), f"{peak.size}³")
+        (peak.format, "–", peak.why_none)
+        if peak.why_none
+        else (peak.format, _format_teraflops(peak.flops), f"{peak.size}³")
         for peak in peaks
     ]
     return markdown_table(rows, ("format", "TFLOP/s", "product"))
 
 
-def _cells(row: Row, found: Record) -> list[str]:
+def _format_cells(row: Row, found: Record) -> list[str]:
     if row.times is None:
         return ["–"] * (len(_ROW_HEADERS) - 2) + [f"not measured: {row.why_none}"]
     times, share = row.times, found.peak_share(row)
     return [
-        _milliseconds(times.forward),
-        _milliseconds(times.backward),
-        _rate(row.flops_forward, times.forward),
-        _rate(row.flops_backward, times.backward),
+        _format_milliseconds(times.forward),
+        _format_milliseconds(times.backward),
+        _format_rate(row.flops_forward, times.forward),
+        _format_rate(row.flops_backward, times.backward),
         "–" if share is None else f"{100 * share:.0f} %",
         "–" if row.memory is None else f"{row.memory / 2**30:.2f}",
-        _error(row),
-        _during(row.before, row.after, "sm_mhz"),
-        _during(row.before, row.after, "celsius"),
+        _format_error(row),
+        _format_change(row.before, row.after, "sm_mhz"),
+        _format_change(row.before, row.after, "celsius"),
         "; ".join(notes(row)) or "–",
     ]
 
@@ -317,7 +321,7 @@ def notes(row: Row) -> Iterator[str]:
         yield f"no error: {row.why_no_error}"
 
 
-def _milliseconds(spread: Spread) -> str:
+def _format_milliseconds(spread: Spread) -> str:
     """Return ``1.23 (1.20 to 1.31)``."""
     median, lower, upper = (_three_digits(1e3 * seconds) for seconds in (spread.median, spread.lower, spread.upper))
     return f"{median} ({lower} to {upper})"
@@ -327,19 +331,19 @@ def _three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _rate(flops: int, spread: Spread) -> str:
-    return _tera(flops / spread.median) if flops else "–"
+def _format_rate(flops: int, spread: Spread) -> str:
+    return _format_teraflops(flops / spread.median) if flops else "–"
 
 
-def _tera(flops: float) -> str:
+def _format_teraflops(flops: float) -> str:
     return _three_digits(flops / 1e12)
 
 
-def _error(row: Row) -> str:
+def _format_error(row: Row) -> str:
     return "–" if row.error is None else short(row.error)
 
 
-def _during(before: GpuState | None, after: GpuState | None, name: str) -> str:
+def _format_change(before: GpuState | None, after: GpuState | None, name: str) -> str:
     """Return ``1980 → 1755``."""
     values = [None if state is None else getattr(state, name) for state in (before, after)]
     return "–" if values == [None, None] else " → ".join("–" if value is None else f"{value:.0f}" for value in values)

@@ -153,14 +153,14 @@ def measure_peak(format: str, device: torch.device, clock: Clock[Mark]) -> Peak:
     for size in PEAK_SIZES[device.type]:
         try:
             with allow_tf32(format == "tf32"):
-                seconds = _seconds(_product(format, size, device), _REPEATS[device.type], clock)
+                seconds = _time_product(_make_product(format, size, device), _REPEATS[device.type], clock)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             return Peak(format, float("nan"), why_none=one_line(error))
         best = max(best, Peak(format, linear(size, size, size).forward / seconds, size), key=lambda peak: peak.flops)
     return best
 
 
-def _product(format: str, size: int, device: torch.device) -> Callable[[], Tensor]:
+def _make_product(format: str, size: int, device: torch.device) -> Callable[[], Tensor]:
     """Return a product of random operands. With zeros it would draw less power and so run faster."""
     a, b = (torch.randn(size, size, device=device).to(_DTYPES[format]) for _ in range(2))
     if format != "fp8":
@@ -171,7 +171,7 @@ def _product(format: str, size: int, device: torch.device) -> Callable[[], Tenso
     )
 
 
-def _seconds(product: Callable[[], Tensor], repeats: int, clock: Clock[Mark]) -> float:
+def _time_product(product: Callable[[], Tensor], repeats: int, clock: Clock[Mark]) -> float:
     product()
     marks = [clock.mark()]
     for _ in range(repeats):
@@ -257,7 +257,7 @@ def _of_dtype(bench: _Bench, dtype: torch.dtype, chosen: Sequence[Implementation
                 counted = counted or count_flops(shared)
                 row = row_without(bench.workload, implementation, "")
                 row = dataclasses.replace(row, flops_forward=counted[0], flops_backward=counted[1])
-                yield _measured(bench, shared, implementation, row)
+                yield _measure_implementation(bench, shared, implementation, row)
                 continue
             except Exception as error:
                 why = one_line(error)
@@ -275,23 +275,23 @@ def _why_not(bench: _Bench, implementation: Implementation) -> str | None:
     return why_unavailable(PRECISIONS[implementation.precision], bench.kernels)
 
 
-def _measured(bench: _Bench, shared: Subject, implementation: Implementation, row: Row) -> Row:
-    module, call = _module(bench, shared, implementation)
+def _measure_implementation(bench: _Bench, shared: Subject, implementation: Implementation, row: Row) -> Row:
+    module, call = _build_module(bench, shared, implementation)
     own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     repeated = passes(module, call, shared.inputs, lambda: implementation.forward_context(bench.kernels))
     device = bench.kernels.device
     with implementation.passes_context():
-        before = _state(device)
+        before = _read_gpu_state(device)
         taken = _restart_peak(device)
         times = time_passes(repeated, implementation.warmup, bench.plan.repeats, bench.clock)
         memory = None if taken is None else own + _memory_above(taken, repeated, device)
         after = _loaded_state(repeated, times, device)
-        error, why = _error(repeated, shared)
+        error, why = _measure_error(repeated, shared)
     row = dataclasses.replace(row, times=times, memory=memory, error=error, why_no_error=why)
     return dataclasses.replace(row, before=before, after=after)
 
 
-def _module(
+def _build_module(
     bench: _Bench, shared: Subject, implementation: Implementation
 ) -> tuple[nn.Module, Callable[..., object] | None]:
     if implementation.kind == TE:
@@ -302,7 +302,7 @@ def _module(
     return module, shared.pair.call_reference
 
 
-def _error(repeated: Passes, shared: Subject) -> tuple[float | None, str]:
+def _measure_error(repeated: Passes, shared: Subject) -> tuple[float | None, str]:
     """Return the error of a pass over the first inputs, or why there is none."""
     if not shared.golden:
         return None, shared.why_no_golden
@@ -351,7 +351,7 @@ def _memory_above(begin: int, repeated: Passes, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - begin - repeated.rotating_bytes()
 
 
-def _state(device: torch.device) -> GpuState | None:
+def _read_gpu_state(device: torch.device) -> GpuState | None:
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -364,7 +364,7 @@ def _loaded_state(repeated: Passes, times: Times, device: torch.device) -> GpuSt
         return None
     for i in range(max(1, math.ceil(_LOADED_SECONDS / times.both))):
         repeated.run(i)
-    return _state(device)
+    return _read_gpu_state(device)
 
 
 # The functions that the process is asked to call. Each writes its results to the record as soon as they exist.

@@ -72,18 +72,18 @@ def parse_state(answer: str) -> GpuState | None:
     cells = [cell.strip() for cell in answer.strip().split(",")]
     if len(cells) != len(_FIELDS) + 1:
         return None
-    sm, memory, celsius, watts = map(_number, cells[:-1])
-    return GpuState(sm, memory, celsius, watts, _throttles(cells[-1]))
+    sm, memory, celsius, watts = map(_parse_number, cells[:-1])
+    return GpuState(sm, memory, celsius, watts, _parse_throttles(cells[-1]))
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
         return None
 
 
-def _throttles(mask: str) -> tuple[str, ...]:
+def _parse_throttles(mask: str) -> tuple[str, ...]:
     try:
         bits = int(mask, 16)
     except ValueError:
@@ -254,7 +254,7 @@ def append(file: Path, content: Environment | Peak | Row) -> None:
 
 def read(file: Path) -> Record:
     """Return the content of the file, without lines that are damaged or cut short."""
-    found = reading.lines(file, _content).contents if file.exists() else ()
+    found = reading.lines(file, _parse_line).contents if file.exists() else ()
     environments = [each for each in found if isinstance(each, Environment)]
     return Record(
         environments[-1] if environments else None,
@@ -263,7 +263,7 @@ def read(file: Path) -> Record:
     )
 
 
-def _content(line: Any) -> Environment | Peak | Row:
+def _parse_line(line: Any) -> Environment | Peak | Row:
     if "environment" in line:
         return from_json(line["environment"])
     content: Peak | Row = _PEAK.validate_python(line["peak"]) if "peak" in line else _ROW.validate_python(line["row"])

@@ -42,11 +42,11 @@ def with_fused_attention(module: nn.Module) -> nn.Module:
     """Return the module itself, in which every ``CoreAttention`` now calls ``F.scaled_dot_product_attention``."""
     for part in module.modules():
         if isinstance(part, CoreAttention):
-            part.forward = functools.partial(_attend, part)  # type: ignore[method-assign]
+            part.forward = functools.partial(_call_fused_attention, part)  # type: ignore[method-assign]
     return module
 
 
-def _attend(
+def _call_fused_attention(
     core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, key_is_padding: Tensor | None = None
 ) -> Tensor:
     """Attend as ``CoreAttention`` does, and make a mask only if ``is_causal`` does not suffice."""
@@ -296,7 +296,8 @@ def subject(case: Case, checked: CheckedSize, dtype: torch.dtype, kernels: Kerne
     pair = dataclasses.replace(pair, candidate=nn.Identity())  # frees its memory
     first = rounded_inputs(pair, checked, dtype, _SEED, kernels.device)
     rest = [
-        rounded_inputs(pair, checked, dtype, _SEED + i, kernels.device) for i in range(1, _sets(first, kernels.device))
+        rounded_inputs(pair, checked, dtype, _SEED + i, kernels.device)
+        for i in range(1, _count_input_sets(first, kernels.device))
     ]
     golden: dict[str, Tensor] = {}
     why = ""
@@ -357,7 +358,7 @@ def passes(
         inputs: one entry for each pass, as a pair's ``inputs`` returns them.
         forward_context: makes the context of each forward pass.
     """
-    leaves = [tree_map_only(Tensor, _leaf, entry) for entry in inputs]
+    leaves = [tree_map_only(Tensor, _make_leaf, entry) for entry in inputs]
     gradients: list[list[Tensor]] = []
 
     def clear() -> None:
@@ -384,11 +385,11 @@ def passes(
     return Passes(clear, forward, backward, rotating_bytes)
 
 
-def _leaf(value: Tensor) -> Tensor:
+def _make_leaf(value: Tensor) -> Tensor:
     return value.detach().clone().requires_grad_() if value.is_floating_point() else value
 
 
-def _sets(inputs: Any, device: torch.device) -> int:
+def _count_input_sets(inputs: Any, device: torch.device) -> int:
     """Return how many sets of inputs rotate: on a GPU, so many that its last-level cache cannot hold them."""
     if device.type != "cuda":
         return _SETS_ON_CPU

@@ -45,7 +45,7 @@ def read(path: Path, within: str = "") -> dict[str, Tensor]:
     Raises:
         UserError: if there is no such file, it is damaged, or it holds anything but tensors.
     """
-    path = _file(path)
+    path = _find_file(path)
     return _of_index(path, within) if path.name.endswith(INDEX) else _of_file(path, within)
 
 
@@ -55,8 +55,8 @@ def files_of(path: Path) -> list[Path]:
     Raises:
         UserError: if there is no such file, or it is an index that cannot be read.
     """
-    path = _file(path)
-    shards = dict.fromkeys(_places(path).values()) if path.name.endswith(INDEX) else ()
+    path = _find_file(path)
+    shards = dict.fromkeys(_read_index(path).values()) if path.name.endswith(INDEX) else ()
     return [path, *map(path.with_name, shards)]
 
 
@@ -71,7 +71,7 @@ def files_beside(source: Path) -> list[Path]:
     return [file for file in sorted(folder.iterdir()) if is_model and file.is_file() and file.suffix not in _WEIGHTS]
 
 
-def _file(path: Path) -> Path:
+def _find_file(path: Path) -> Path:
     """Return the file itself, or the one that a folder holds."""
     if path.is_dir():
         there = [path / name for name in _IN_FOLDER if (path / name).is_file()]
@@ -83,7 +83,7 @@ def _file(path: Path) -> Path:
     return path
 
 
-def _places(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> dict[str, str]:
     """Return which file holds each key, as an index says."""
     try:
         return reading.parsed(reading.bytes_of(path, ""), _weight_map)
@@ -93,7 +93,7 @@ def _places(path: Path) -> dict[str, str]:
 
 def _of_index(path: Path, within: str) -> dict[str, Tensor]:
     """Return the tensors of the files that an index names."""
-    places = _places(path)
+    places = _read_index(path)
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(places.values()):
         shard = path.with_name(name)
@@ -141,10 +141,10 @@ def _of_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _of_torch(path: Path, within: str) -> dict[str, Tensor]:
-    held = _loaded(path)
+    held = _load_torch_file(path)
     for entry in filter(None, within.split(".")):
         if not isinstance(held, Mapping) or entry not in held:
-            raise UserError(f"{path} has no entry {within!r}; {_entries(held)}")
+            raise UserError(f"{path} has no entry {within!r}; {_describe_entries(held)}")
         held = held[entry]
     if not isinstance(held, Mapping) or not held:
         raise UserError(f"{path} holds a {type(held).__name__}, and no state dict")
@@ -153,19 +153,19 @@ def _of_torch(path: Path, within: str) -> dict[str, Tensor]:
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise UserError(
                 f"{path} holds more than tensors: its {key!r} is a {type(value).__name__}; if the model is one "
-                f"of its entries, name it with --within; {_entries(held)}"
+                f"of its entries, name it with --within; {_describe_entries(held)}"
             )
     return dict(held)
 
 
-def _entries(held: Any) -> str:
+def _describe_entries(held: Any) -> str:
     if not isinstance(held, Mapping):
         return f"it holds a {type(held).__name__}"
     shown = [str(key) for key in held][:8]
     return f"it has {', '.join(shown)}{', ...' if len(held) > len(shown) else ''}"
 
 
-def _loaded(path: Path) -> Any:
+def _load_torch_file(path: Path) -> Any:
     """Return what ``torch.save`` wrote, without running code that the file names."""
     mapped: list[tuple[int, int]] = []
 
@@ -258,7 +258,7 @@ def write(path: Path, plan: Plan) -> int:
     Raises:
         UserError: if the file cannot be written, a tensor's dtype has no name in the format, or a step raises it.
     """
-    return _write(path, followed(plan.steps, "converting"), plan.steps)
+    return _write_file(path, followed(plan.steps, "converting"), plan.steps)
 
 
 def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
@@ -278,7 +278,7 @@ def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
     Raises:
         UserError: as ``write``; if the folder is not empty.
     """
-    shards = _shards(plan, largest)
+    shards = _divide_into_shards(plan, largest)
     names = [f"model-{i:05}-of-{len(shards):05}{SAFETENSORS}" for i in range(1, len(shards) + 1)]
     keys = {made.key: name for name, steps in zip(names, shards, strict=True) for step in steps for made in step.made}
     size = sum(made.bytes for step in plan.steps for made in step.made)
@@ -291,13 +291,14 @@ def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
         Following("converting", len(plan.steps)) as following,
     ):
         written = [
-            _write(draft / name, _stepping(steps, following), steps) for name, steps in zip(names, shards, strict=True)
+            _write_file(draft / name, _follow_steps(steps, following), steps)
+            for name, steps in zip(names, shards, strict=True)
         ]
         (draft / _IN_SHARDS).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return written
 
 
-def _shards(plan: Plan, largest: int) -> list[list[Step]]:
+def _divide_into_shards(plan: Plan, largest: int) -> list[list[Step]]:
     """Divide the steps among files, in the module's order, so that layers stay together."""
     place = {key: i for i, key in enumerate(plan.order)}
     shards: list[list[Step]] = [[]]
@@ -312,26 +313,26 @@ def _shards(plan: Plan, largest: int) -> list[list[Step]]:
     return shards
 
 
-def _stepping(steps: list[Step], following: Following) -> Iterator[Step]:
+def _follow_steps(steps: list[Step], following: Following) -> Iterator[Step]:
     for step in steps:
         yield step
         following.step()
 
 
-def _write(path: Path, steps: Iterable[Step], planned: list[Step]) -> int:
+def _write_file(path: Path, steps: Iterable[Step], planned: list[Step]) -> int:
     """Write one file and return its size in bytes; ``steps`` yields the planned steps and shows the progress."""
-    header, places, size = _header([one for step in planned for one in step.made])
+    header, places, size = _make_header([one for step in planned for one in step.made])
     with told_if_unwritten(path), files.replacing(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for step in steps:
             for key, tensor in step.compute().items():
-                _put(file, len(header) + 8 + places[key], tensor)
+                _write_tensor(file, len(header) + 8 + places[key], tensor)
         file.truncate(len(header) + 8 + size)
     return len(header) + 8 + size
 
 
-def _header(made: list[Made]) -> tuple[bytes, dict[str, int], int]:
+def _make_header(made: list[Made]) -> tuple[bytes, dict[str, int], int]:
     """Return the header, where each tensor begins after it, and how many bytes they have together."""
     places: dict[str, int] = {}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
@@ -350,7 +351,7 @@ def _header(made: list[Made]) -> tuple[bytes, dict[str, int], int]:
     return text + b" " * (-len(text) % 8), places, end
 
 
-def _put(file: BinaryIO, place: int, tensor: Tensor) -> None:
+def _write_tensor(file: BinaryIO, place: int, tensor: Tensor) -> None:
     file.seek(place)
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel():

@@ -131,7 +131,7 @@ def planned_conversion(
     _check_tensors(state_dict, wanted.ignore)
     both = prefixes(prefix, "prefix"), prefixes(te_prefix, "te_prefix")
     misfits: list[str] = []
-    for sides in _sides(pair, size, backend):
+    for sides in _build_sides(pair, size, backend):
         source, target = sides.layouts(to)
         if once:
             target = dataclasses.replace(target, order=tuple(x for x in target.order if x not in target.tied))
@@ -141,7 +141,7 @@ def planned_conversion(
             inverse = {right: left for left, right in sides.weights.items()}  # each is there once, as the map fits
             return plan(inverse, state_dict, source, target, both[1], both[0], wanted)
         except ConversionError as error:
-            misfits.append(f"{sides.where}:\n{_indented(str(error))}")
+            misfits.append(f"{sides.where}:\n{_indent_lines(str(error))}")
     # Report the size with the fewest problems, which is likely to be the one that was meant.
     raise ConversionError(min(misfits, key=lambda text: text.count("\n")))
 
@@ -183,7 +183,7 @@ def _why_no_numbers(tensor: Tensor) -> str:
     return ""
 
 
-def _indented(text: str) -> str:
+def _indent_lines(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
@@ -227,12 +227,14 @@ class _Sides:
         return both if to == "te" else (both[1], both[0])
 
 
-def _sides(pair: Case | Pair, size: Mapping[str, Any] | None, backend: Backend | Literal["auto"]) -> Iterator[_Sides]:
+def _build_sides(
+    pair: Case | Pair, size: Mapping[str, Any] | None, backend: Backend | Literal["auto"]
+) -> Iterator[_Sides]:
     """Yield the pair at each size that may be the checkpoint's."""
     if isinstance(pair, Pair):
         if size is not None:
             raise UserError("size is only for a pair whose function builds the modules; these modules exist already")
-        yield _checked(_Sides("the pair's modules", pair))
+        yield _check_weight_map(_Sides("the pair's modules", pair))
         return
     if not isinstance(pair, Case):
         raise UserError(f"expected a parity.Pair or a function decorated with @parity.pair, not {type(pair).__name__}")
@@ -240,10 +242,10 @@ def _sides(pair: Case | Pair, size: Mapping[str, Any] | None, backend: Backend |
     for one in pair.sizes if size is None else [{**pair.sizes[0], **size}]:
         at = f" at {', '.join(f'{key}={value!r}' for key, value in one.items())}" if one else ""
         built = modules_without_memory(pair, modules, one)
-        yield _checked(_Sides(f"{pair}{at}", built, pair, modules, one))
+        yield _check_weight_map(_Sides(f"{pair}{at}", built, pair, modules, one))
 
 
-def _checked(sides: _Sides) -> _Sides:
+def _check_weight_map(sides: _Sides) -> _Sides:
     pair = sides.pair
     try:
         check_map(
@@ -255,5 +257,5 @@ def _checked(sides: _Sides) -> _Sides:
         )
     except UserError as error:
         advice = f"\n  {proposes_a_map(sides.case)}" if sides.case is not None else ""
-        raise type(error)(f"{sides.where}: the weight map does not fit:\n{_indented(str(error))}{advice}") from None
+        raise type(error)(f"{sides.where}: the weight map does not fit:\n{_indent_lines(str(error))}{advice}") from None
     return sides

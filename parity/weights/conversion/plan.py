@@ -87,11 +87,11 @@ class Prefixes:
 
     def inside(self, key: str) -> str:
         """Return a checkpoint's key as the module names it."""
-        return _exchanged(key, self.pairs)
+        return _replace_prefix(key, self.pairs)
 
     def outside(self, name: str) -> str:
         """Return a module's name as the checkpoint has it."""
-        return _exchanged(name, [(inner, outer) for outer, inner in self.pairs])
+        return _replace_prefix(name, [(inner, outer) for outer, inner in self.pairs])
 
 
 def prefixes(texts: str | Sequence[str], argument: str) -> Prefixes:
@@ -115,7 +115,7 @@ def prefixes(texts: str | Sequence[str], argument: str) -> Prefixes:
     return Prefixes(pairs)
 
 
-def _exchanged(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+def _replace_prefix(name: str, pairs: Iterable[tuple[str, str]]) -> str:
     fitting = [pair for pair in pairs if name.startswith(pair[0])]
     before, after = max(fitting, key=lambda pair: len(pair[0]), default=("", ""))
     return after + name[len(before) :]
@@ -129,10 +129,10 @@ def suggested_prefix(keys: Iterable[str], names: Sequence[str]) -> str | None:
     looked_at = names[:_LOOKED_AT]
     by_end: dict[str, list[str]] = {}
     for key in keys:
-        by_end.setdefault(_end(key), []).append(key)
+        by_end.setdefault(_get_last_part(key), []).append(key)
     found: Counter[tuple[str, str]] = Counter()
     for name in looked_at:
-        found.update({_beginnings(key, name) for key in by_end.get(_end(name), ())})
+        found.update({_strip_common_end(key, name) for key in by_end.get(_get_last_part(name), ())})
     if not found:
         return None
     (outer, inner), count = max(found.items(), key=lambda entry: (entry[1], -len("".join(entry[0]))))
@@ -141,11 +141,11 @@ def suggested_prefix(keys: Iterable[str], names: Sequence[str]) -> str | None:
     return f"{outer}={inner}" if inner else outer
 
 
-def _end(name: str) -> str:
+def _get_last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _beginnings(key: str, name: str) -> tuple[str, str]:
+def _strip_common_end(key: str, name: str) -> tuple[str, str]:
     """Return what precedes the parts that both names end with."""
     ours, theirs = key.split("."), name.split(".")
     while ours and theirs and ours[-1] == theirs[-1]:
@@ -303,8 +303,8 @@ def plan(
     found, made = _Found(), Plan()
     without_place = list(_sorted_in(old, source, target, old_prefixes, wanted.ignore, found, made))
     problems = [
-        *_missing(old, source, found, old_prefixes),
-        *_misfits(old, source, found),
+        *_report_missing(old, source, found, old_prefixes),
+        *_report_misfits(old, source, found),
         *without_place,
     ]
     if problems:
@@ -313,7 +313,7 @@ def plan(
     tensors = _Tensors(old, found.keys, found.again, usual)
     for left, right in weights.items():
         made.steps.append(_Entry(left, right, tensors, target, new_prefixes, wanted, made).step())
-    made.steps += _carried(old, target, found, new_prefixes, wanted.copy)
+    made.steps += _carry_over(old, target, found, new_prefixes, wanted.copy)
     made.order = tuple(map(new_prefixes.outside, target.order))
     return made
 
@@ -328,7 +328,7 @@ def _sorted_in(
     made: Plan,
 ) -> Iterator[Problem]:
     """Find a place for each key, and yield a problem for each that has none."""
-    numbered = {_numbered(name) for name in source.parameters}
+    numbered = {_mask_numbers(name) for name in source.parameters}
     for key, tensor in old.items():
         name = before.inside(key)
         if is_extra_state(name) and (name in source.states or source.kind == "TE" or not isinstance(tensor, Tensor)):
@@ -356,11 +356,11 @@ def _sorted_in(
         else:
             yield Problem(
                 f'the checkpoint has "{key}" {tuple(tensor.shape)}, which is no parameter of the {source.kind}',
-                _OF_ANOTHER_SIZE if _numbered(name) in numbered else f"if it is not needed, {_TO_IGNORE}",
+                _OF_ANOTHER_SIZE if _mask_numbers(name) in numbered else f"if it is not needed, {_TO_IGNORE}",
             )
 
 
-def _numbered(name: str) -> str:
+def _mask_numbers(name: str) -> str:
     """Return the name without its numbers, which is the same in each layer: ``layers.#.norm.weight``."""
     return _NUMBER.sub("#", name)
 
@@ -372,17 +372,17 @@ def _are_the_same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other.to(one.device, one.dtype))
 
 
-def _missing(old: Mapping[str, Tensor], source: Layout, found: _Found, before: Prefixes) -> Iterator[Problem]:
+def _report_missing(old: Mapping[str, Tensor], source: Layout, found: _Found, before: Prefixes) -> Iterator[Problem]:
     """Yield a problem for each parameter that the checkpoint lacks."""
     missing = [name for name in source.parameters if name not in found.keys]
     taken = {*found.keys.values(), *found.again, *found.buffers.values()}
     prefix = suggested_prefix((key for key in old if key not in taken), missing)
     argument = "te_prefix" if source.kind == "TE" else "prefix"
     option = f"--{argument.replace('_', '-')}"
-    numbered = {_numbered(before.inside(key)) for key in taken}
+    numbered = {_mask_numbers(before.inside(key)) for key in taken}
     if prefix:
         advice = f'is {argument}="{prefix}" ({option} "{prefix}") meant?'
-    elif missing and all(_numbered(name) in numbered for name in missing):
+    elif missing and all(_mask_numbers(name) in numbered for name in missing):
         advice = _OF_ANOTHER_SIZE
     else:
         advice = "was the checkpoint saved from the whole module?"
@@ -392,7 +392,7 @@ def _missing(old: Mapping[str, Tensor], source: Layout, found: _Found, before: P
         yield Problem(f"the checkpoint lacks {called} {tuple(source.parameters[name])}", advice)
 
 
-def _misfits(old: Mapping[str, Tensor], source: Layout, found: _Found) -> Iterator[Problem]:
+def _report_misfits(old: Mapping[str, Tensor], source: Layout, found: _Found) -> Iterator[Problem]:
     """Yield a problem for each tensor that has another shape, or numbers that a map cannot move."""
     for name, key in found.keys.items():
         tensor, shape = old[key], source.parameters[name]
@@ -474,29 +474,29 @@ class _Entry:
         """Return the step that makes the entry's tensors."""
         return Step(
             tuple(
-                Made(self.prefixes.outside(other), tuple(self.target.parameters[name]), self._dtype)
+                Made(self.prefixes.outside(other), tuple(self.target.parameters[name]), self._target_dtype)
                 for name in names(self.new_side)
-                for other in self._written(name)
+                for other in self._list_target_names(name)
             ),
-            self._compute,
+            self._compute_tensors,
         )
 
-    def _written(self, name: str) -> list[str]:
+    def _list_target_names(self, name: str) -> list[str]:
         return [other for other in self.target.further(name) if other in self.target.order]
 
     @property
-    def _held(self) -> torch.dtype:
+    def _source_dtype(self) -> torch.dtype:
         """Return the dtype of the numbers that are read."""
         return self.tensors.dtype(self.old_side) if any(names(self.old_side)) else self.tensors.usual
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return self.wanted.dtype or self._held
+    def _target_dtype(self) -> torch.dtype:
+        return self.wanted.dtype or self._source_dtype
 
-    def _compute(self) -> dict[str, Tensor]:
+    def _compute_tensors(self) -> dict[str, Tensor]:
         shifts = holds(self.old_side, Shift) or holds(self.new_side, Shift)
         # A shift rounds once, where its result is stored; in 16 bits it would round before that as well.
-        among = torch.float64 if shifts else self._held
+        among = torch.float64 if shifts else self._source_dtype
         given = {name: self.tensors.read(name).to(among) for name in names(self.old_side)}
         like = torch.empty(0, dtype=among)
         moved = unpack(self.new_side, pack(self.old_side, given, like), self.target.parameters)
@@ -504,24 +504,26 @@ class _Entry:
         found: dict[str, Tensor] = {}
         lost = 0.0
         if shifts and self.target.kind == "reference":  # the number that TE held more of may have cost the last bits
-            before, after = (max(_distance(x, torch.zeros(())) for x in some.values()) for some in (given, moved))
-            lost = math.ldexp(torch.finfo(self._held).eps, math.frexp(before)[1] - 2) if before > after else 0.0
+            before, after = (
+                max(_measure_distance(x, torch.zeros(())) for x in some.values()) for some in (given, moved)
+            )
+            lost = math.ldexp(torch.finfo(self._source_dtype).eps, math.frexp(before)[1] - 2) if before > after else 0.0
         for name, tensor in moved.items():
-            written = [self.prefixes.outside(other) for other in self._written(name)]
-            stored = self._stored(written[0], tensor)
+            written = [self.prefixes.outside(other) for other in self._list_target_names(name)]
+            stored = self._cast_tensor(written[0], tensor)
             if shifts:
-                self.plan.rounded.update(dict.fromkeys(written, max(lost, _distance(stored, tensor))))
+                self.plan.rounded.update(dict.fromkeys(written, max(lost, _measure_distance(stored, tensor))))
             found.update(dict.fromkeys(written, stored))
         return found
 
-    def _stored(self, key: str, tensor: Tensor) -> Tensor:
+    def _cast_tensor(self, key: str, tensor: Tensor) -> Tensor:
         if not self.wanted.copy:
-            stored = tensor.to(self._dtype).contiguous()
+            stored = tensor.to(self._target_dtype).contiguous()
         else:
-            stored = tensor.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
-        if self._dtype is not tensor.dtype and bool((stored.isinf() & ~tensor.isinf()).any()):
+            stored = tensor.to(self._target_dtype, copy=True, memory_format=torch.contiguous_format)
+        if self._target_dtype is not tensor.dtype and bool((stored.isinf() & ~tensor.isinf()).any()):
             raise ConversionError(
-                f'"{key}" has numbers beyond the largest of {self._dtype}, up to '
+                f'"{key}" has numbers beyond the largest of {self._target_dtype}, up to '
                 f"{tensor.abs().max().item():.3g}; take another dtype"
             )
         return stored
@@ -542,12 +544,13 @@ class _Entry:
             if holds(self.new_side, Constant):
                 raise ConversionError(
                     f'"{key}" differs from the constant that the map gives for it, '
-                    f"up to {_distance(tensor, again[name]):.3g} away, so that the reference has no place for it; give "
-                    f"the reference such a parameter, or {_TO_IGNORE}"
+                    f"up to {_measure_distance(tensor, again[name]):.3g} away, so that the reference has no place for "
+                    f"it; give the reference such a parameter, or {_TO_IGNORE}"
                 )
             raise ConversionError(
                 f'"{key}" is one parameter of the reference with another of TE, and the two have drifted apart, by up '
-                f"to {_distance(tensor, again[name]):.3g}; make them equal first, or {_TO_IGNORE} to take the first"
+                f"to {_measure_distance(tensor, again[name]):.3g}; make them equal first, or {_TO_IGNORE} to take the "
+                "first"
             )
 
 
@@ -557,7 +560,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=eps, atol=eps, equal_nan=True)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def _measure_distance(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max()) if one.numel() else math.nan
 
 
@@ -569,7 +572,9 @@ def _read_plainly(tensor: Tensor) -> Tensor:
 # What is carried over unchanged: buffers by name, and what TE's modules keep besides tensors.
 
 
-def _carried(old: Mapping[str, Tensor], target: Layout, found: _Found, after: Prefixes, copy: bool) -> Iterator[Step]:
+def _carry_over(
+    old: Mapping[str, Tensor], target: Layout, found: _Found, after: Prefixes, copy: bool
+) -> Iterator[Step]:
     """Yield a step for each buffer and each extra state of the new checkpoint.
 
     TE's modules all have a key ``_extra_state``, and ``load_state_dict(strict=True)`` asks for it. Once a module has

@@ -76,12 +76,12 @@ class Geometry:
             all_rows: the rows of query, key and value together.
         """
         for head_dim in self.head_dims or _USUAL_HEAD_DIMS:
-            for groups in self._groups(key_rows, all_rows, head_dim):
+            for groups in self._list_group_counts(key_rows, all_rows, head_dim):
                 rest = all_rows - 2 * groups * head_dim
                 if rest > 0 and rest % (groups * head_dim) == 0 and query_rows in (None, rest):
                     yield groups, head_dim
 
-    def _groups(self, key_rows: int | None, all_rows: int, head_dim: int) -> Sequence[int]:
+    def _list_group_counts(self, key_rows: int | None, all_rows: int, head_dim: int) -> Sequence[int]:
         if key_rows is not None:
             return (key_rows // head_dim,) if key_rows % head_dim == 0 and key_rows >= head_dim else ()
         as_many_as_heads = all_rows // 3 // head_dim
@@ -91,10 +91,10 @@ class Geometry:
 def geometry_of(candidate: nn.Module, reference: nn.Module) -> Geometry:
     """Return what the two modules say about their attention, in attributes that are numbers."""
     modules = (*candidate.modules(), *reference.modules())
-    return Geometry(_numbers(modules, _HEAD_DIM), _numbers(modules, (*_GROUPS, *_HEADS)))
+    return Geometry(_read_numbers(modules, _HEAD_DIM), _read_numbers(modules, (*_GROUPS, *_HEADS)))
 
 
-def _numbers(modules: Sequence[nn.Module], names: Sequence[str]) -> tuple[int, ...]:
+def _read_numbers(modules: Sequence[nn.Module], names: Sequence[str]) -> tuple[int, ...]:
     found = [getattr(module, name, None) for module in modules for name in names]
     return tuple(dict.fromkeys(n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0))
 
@@ -141,12 +141,12 @@ def layouts(group: Group, shapes: Shapes, geometry: Geometry) -> list[Layout]:
     """
     kinds = {kind for unit in group.reference for kind in unit.parameters}
     lacking = {unit: [kind for kind in unit.parameters if kind not in kinds] for unit in group.candidate}
-    constant_biases = tuple(_constant(unit, kind, 0.0) for unit, own in lacking.items() for kind in own)
+    constant_biases = tuple(_make_constant_entry(unit, kind, 0.0) for unit, own in lacking.items() for kind in own)
     candidate = [unit.without([unit.parameters[kind] for kind in own]) for unit, own in lacking.items()]
     orders = [group.reference] if group.named else list(permutations(group.reference))
     found: dict[tuple[str, ...], Layout] = {}
     for reference in orders:
-        for layout in _read(reference, candidate, group.parts, geometry):
+        for layout in _find_layouts(reference, candidate, group.parts, geometry):
             if layout.entries and shapes.fit(layout.entries):
                 written = tuple(f"{describe(left)}: {describe(right)}" for left, right in layout.entries)
                 found.setdefault(written, Layout(layout.entries + constant_biases, layout.usual))
@@ -159,11 +159,11 @@ def constant_layouts(unit: Unit) -> list[Layout]:
     TE's norm with ``zero_centered_gamma`` stores its gain minus 1, which is 0.
     """
     if WEIGHT not in unit.parameters:
-        return [Layout(tuple(_constant(unit, kind, 0.0) for kind in unit.parameters))]
+        return [Layout(tuple(_make_constant_entry(unit, kind, 0.0) for kind in unit.parameters))]
     if not is_norm(unit):
         return []
     return [
-        Layout(tuple(_constant(unit, kind, gain if kind == WEIGHT else 0.0) for kind in unit.parameters))
+        Layout(tuple(_make_constant_entry(unit, kind, gain if kind == WEIGHT else 0.0) for kind in unit.parameters))
         for gain in (1.0, 0.0)
     ]
 
@@ -179,14 +179,17 @@ def copied_entries(entries: Entries, unit: Unit, twin: Unit) -> Entries:
             filled += [(left, right), (constant(left.value, *left.shape), twin.parameters[kind])]
         else:
             filled.append((left, copies(*names(right), twin.parameters[kind])))
-    return (*filled, *(_constant(twin, kind, 0.0) for kind in twin.parameters if kind not in unit.parameters))
+    return (
+        *filled,
+        *(_make_constant_entry(twin, kind, 0.0) for kind in twin.parameters if kind not in unit.parameters),
+    )
 
 
-def _constant(unit: Unit, kind: str, value: float) -> tuple[Side, Side]:
+def _make_constant_entry(unit: Unit, kind: str, value: float) -> tuple[Side, Side]:
     return constant(value, *unit.shapes[kind]), unit.parameters[kind]
 
 
-def _read(
+def _find_layouts(
     reference: Sequence[Unit], candidate: Sequence[Unit], parts: Sequence[str], geometry: Geometry
 ) -> Iterator[Layout]:
     """Yield layouts for each way to read the reference's weights; a convolution's is not transposed."""
@@ -217,7 +220,7 @@ def _of_kinds(
 
 def _of_one(reference: Unit, candidate: Unit, words: Sequence[str], transposed: bool) -> Iterator[Entries]:
     right = candidate.parameters
-    left = {kind: _sides([reference], kind, transposed)[0] for kind in right}
+    left = {kind: _list_sides([reference], kind, transposed)[0] for kind in right}
     yield tuple((left[kind], right[kind]) for kind in right)
     if len(candidate.shape) == 1 and WEIGHT in reference.parameters and WEIGHT in right and not transposed:
         for by in (-1.0, 1.0):
@@ -240,7 +243,7 @@ def _of_two(
         for count in blocks:
             entries = []
             for kind in kinds:
-                left = _sides(reference, kind, transposed)
+                left = _list_sides(reference, kind, transposed)
                 right: list[Side] = [unit.parameters[kind] for unit in candidate if kind in unit.parameters]
                 if len(left) == len(right) == 2:
                     entries += list(zip([left[i] for i in order], right, strict=True))
@@ -275,17 +278,17 @@ def _of_attention(
         return
     query_rows, key_rows = None, None
     if len(reference) == 3:
-        query_rows, key_rows, _ = (_rows(unit, transposed) for unit in reference)
+        query_rows, key_rows, _ = (_count_rows(unit, transposed) for unit in reference)
     elif len(candidate) == 3:
         query_rows, key_rows, _ = (unit.shape[0] for unit in candidate)
     geometries = list(geometry.layouts(query_rows, key_rows, sum(unit.shape[0] for unit in candidate)))
     kinds = dict.fromkeys(kind for unit in candidate for kind in unit.parameters)
-    left = {kind: _sides(reference, kind, transposed) for kind in kinds}
+    left = {kind: _list_sides(reference, kind, transposed) for kind in kinds}
     right = {kind: [unit.parameters.get(kind) for unit in candidate] for kind in kinds}
     yield from (Layout(entries) for entries in _fused_layouts(left, right, geometries))
     for head_dim in dict.fromkeys(head_dim for _, head_dim in geometries):
         for rotary_dim in (head_dim, head_dim // 2, head_dim // 4):
-            rotate = partial(_rotated, head_dim=head_dim, rotary_dim=rotary_dim)
+            rotate = partial(_convert_rope_form, head_dim=head_dim, rotary_dim=rotary_dim)
             if rotary_dim < 2 or rotary_dim % 2:
                 continue
             if len(reference) == 3:
@@ -304,7 +307,7 @@ def _of_one_bias(
     ``nn.MultiheadAttention`` with ``kdim`` or ``vdim`` has ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight`` and
     ``in_proj_bias``.
     """
-    weights, bias = _sides(reference, WEIGHT, transposed), reference[0].parameters[BIAS]
+    weights, bias = _list_sides(reference, WEIGHT, transposed), reference[0].parameters[BIAS]
     te_weights: list[Side] = [unit.parameters[WEIGHT] for unit in candidate]
     te_biases: list[Side] = [unit.parameters[BIAS] for unit in candidate]
     if len(reference) == len(candidate) == 3:
@@ -313,7 +316,7 @@ def _of_one_bias(
         query_first = (te_weights[0], te_weights[1]), (te_biases[0], te_biases[1])
         yield from _of_one_bias_to_query_beside_key_and_value(weights, bias, *query_first, geometry.groups)
     elif len(reference) == 3 and len(candidate) == 1:
-        query_rows, key_rows, _ = (_rows(unit, transposed) for unit in reference)
+        query_rows, key_rows, _ = (_count_rows(unit, transposed) for unit in reference)
         heads = list(geometry.layouts(query_rows, key_rows, candidate[0].shape[0]))
         yield from _of_one_bias_to_one(weights, bias, te_weights[0], te_biases[0], heads)
 
@@ -354,7 +357,7 @@ def _of_query_beside_key_and_value(
             key_value: Side = fused.parameters[kind]
             if count is not None:
                 key_value = reorder(key_value, _evens_first(2 * count))
-            entries.append((_sides([reference], kind, transposed)[0], stack(query.parameters[kind], key_value)))
+            entries.append((_list_sides([reference], kind, transposed)[0], stack(query.parameters[kind], key_value)))
         yield tuple(entries)
 
 
@@ -400,7 +403,7 @@ def _fused_layouts(
             yield tuple((left[kind][0], fuse(*right[kind])) for kind in right)
 
 
-def _rotated(parts: Sequence[Side | None], head_dim: int, rotary_dim: int) -> list[Any]:
+def _convert_rope_form(parts: Sequence[Side | None], head_dim: int, rotary_dim: int) -> list[Any]:
     """Return the parts with query and key in the other form of RoPE; None stays None."""
     query, key, value = parts
     rotated = [
@@ -462,19 +465,19 @@ def _is_stacked(reference: Sequence[Unit], candidate: Sequence[Unit]) -> bool:
     return any(stacked) and all(stack or number for stack, number in zip(stacked, numbered, strict=True))
 
 
-def _sides(reference: Sequence[Unit], kind: str, transposed: bool) -> list[Side]:
+def _list_sides(reference: Sequence[Unit], kind: str, transposed: bool) -> list[Side]:
     """Return the reference's sides of one kind; a bias that only some of the units have is 0 in the others."""
     sides: list[Side] = []
     for unit in reference:
         name = unit.parameters.get(kind)
         if name is None:
-            sides.append(constant(0.0, _rows(unit, transposed)))
+            sides.append(constant(0.0, _count_rows(unit, transposed)))
         else:
             sides.append(transpose(name) if transposed and len(unit.shapes[kind]) > 1 else name)
     return sides
 
 
-def _rows(unit: Unit, transposed: bool) -> int:
+def _count_rows(unit: Unit, transposed: bool) -> int:
     """Return the output features of a linear layer."""
     return unit.shape[-1] if transposed else unit.shape[0]
 
@@ -548,7 +551,7 @@ def _orders_in_te(attention: nn.Module) -> Iterator[tuple[str, Order]]:
 def with_doubts(layouts: Sequence[Layout], reference: Stored, candidate: Stored) -> list[Layout]:
     """Return the layouts; those that contradict the modules become unusual and come last, unless all usual ones do."""
     doubted = [
-        replace(layout, usual=layout.usual and not _contradicts(layout.entries, reference, candidate))
+        replace(layout, usual=layout.usual and not _contradicts_modules(layout.entries, reference, candidate))
         for layout in layouts
     ]
     if not any(layout.usual for layout in doubted):
@@ -556,28 +559,28 @@ def with_doubts(layouts: Sequence[Layout], reference: Stored, candidate: Stored)
     return sorted(doubted, key=lambda layout: not layout.usual)
 
 
-def _contradicts(entries: Entries, reference: Stored, candidate: Stored) -> bool:
+def _contradicts_modules(entries: Entries, reference: Stored, candidate: Stored) -> bool:
     return any(
         _offsets_differ(left, right, reference, candidate)
         or _is_transposed(left, right, reference, candidate)
-        or not _orders(left, reference) & _orders(right, candidate)
+        or not _find_orders(left, reference) & _find_orders(right, candidate)
         for left, right in entries
     )
 
 
 def _offsets_differ(left: Side, right: Side, reference: Stored, candidate: Stored) -> bool:
-    one, other = _offset(left, reference), _offset(right, candidate)
+    one, other = _find_offset(left, reference), _find_offset(right, candidate)
     return one is not None and other is not None and one != other
 
 
-def _offset(side: Side, module: Stored) -> float | None:
+def _find_offset(side: Side, module: Stored) -> float | None:
     """Return what was added to a norm's gain to become this side; None if that is not known."""
     if isinstance(side, str):
         return module.offsets.get(side)
     if isinstance(side, Copies):
-        return _offset(side.parts[0], module)
+        return _find_offset(side.parts[0], module)
     if isinstance(side, Shift):
-        before = _offset(side.parts[0], module)
+        before = _find_offset(side.parts[0], module)
         return None if before is None else before + side.by
     return None
 
@@ -586,20 +589,20 @@ def _is_transposed(left: Side, right: Side, reference: Stored, candidate: Stored
     """Return whether a weight that is stored as ``[out, in]`` on both sides is transposed between them."""
     return (
         candidate.matrices.issuperset(names(right))
-        and _transposes(left, reference.matrices)
-        and not _transposes(right, candidate.matrices)
+        and _transposes_matrices(left, reference.matrices)
+        and not _transposes_matrices(right, candidate.matrices)
     )
 
 
-def _transposes(side: Side, matrices: frozenset[str]) -> bool:
+def _transposes_matrices(side: Side, matrices: frozenset[str]) -> bool:
     if isinstance(side, (str, Constant)):
         return False
     if isinstance(side, Transpose):
         return matrices.issuperset(names(side))
-    return any(_transposes(part, matrices) for part in side.parts)
+    return any(_transposes_matrices(part, matrices) for part in side.parts)
 
 
-def _orders(side: Side, module: Stored) -> frozenset[Order]:
+def _find_orders(side: Side, module: Stored) -> frozenset[Order]:
     """Return the possible orders of a side's queries, keys and values; none if a term expects another order."""
     if isinstance(side, str):
         return frozenset({module.orders[side]}) if side in module.orders else _ANY
@@ -607,17 +610,17 @@ def _orders(side: Side, module: Stored) -> frozenset[Order]:
         return _ANY
     if isinstance(side, InterleavedQKV):
         return _BY_GROUP
-    parts = [_orders(part, module) for part in side.parts]
+    parts = [_find_orders(part, module) for part in side.parts]
     if isinstance(side, Stack):
         return _IN_TURN if all(part & _IN_TURN for part in parts) else _NONE
     if isinstance(side, SeparatedQKV):
         return _IN_TURN if parts[0] & _BY_GROUP else _NONE
     if isinstance(side, Reorder):
-        return _reordered(parts[0], side.order)
+        return _apply_reorder(parts[0], side.order)
     return parts[0] if isinstance(side, (Transpose, Rearrange)) else _ANY
 
 
-def _reordered(before: frozenset[Order], order: Sequence[int]) -> frozenset[Order]:
+def _apply_reorder(before: frozenset[Order], order: Sequence[int]) -> frozenset[Order]:
     """Return the possible orders after keys and values were reordered from in turn to by group, or the other way."""
     groups = len(order) // 2
     by_group = tuple(block for group in range(groups) for block in (group, groups + group))

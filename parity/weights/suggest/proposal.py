@@ -87,7 +87,7 @@ def problems_of(
     }
     return lines(
         [
-            *map(_misfit, dict.fromkeys(misfits)),
+            *map(_describe_misfit, dict.fromkeys(misfits)),
             *(Problem(_of_te(unit, kind)) for unit in candidate_left for kind in unit.without(told).parameters),
             *(
                 Problem(_of_reference(unit, kind, *parameters))
@@ -112,8 +112,8 @@ def hints_at_norms(weight_map: WeightMap, reference: Parameters, candidate: Para
     )
 
 
-def _misfit(group: Group) -> Problem:
-    left, right = _listed(group.reference), _listed(group.candidate)
+def _describe_misfit(group: Group) -> Problem:
+    left, right = _describe_units(group.reference), _describe_units(group.candidate)
     return Problem(
         f"{left} should hold TE's {right} by name, but no layout fits the shapes; are both modules of one size?"
     )
@@ -140,7 +140,7 @@ def _of_reference(unit: Unit, kind: str, reference: Parameters, candidate: Param
     )
 
 
-def _listed(units: Sequence[Unit]) -> str:
+def _describe_units(units: Sequence[Unit]) -> str:
     named = [f'"{name}" {unit.shapes[kind]}' for unit in units for kind, name in unit.parameters.items()]
     return ", ".join(named)
 
@@ -198,10 +198,10 @@ def suggest_map(
         check_entries(kept, reference.shapes, candidate.shapes, reference.others, candidate.others)
     open_choices, problems = _open_choices(built, shapes, kept)
     if problems:
-        suggestion = Suggestion(_map(kept, open_choices, (0,) * len(open_choices)), problems=tuple(problems))
+        suggestion = Suggestion(_make_map(kept, open_choices, (0,) * len(open_choices)), problems=tuple(problems))
     else:
         with usual_modes():
-            suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs, progress)
+            suggestion = _settle_choices(built, chosen, seed, kernels, kept, open_choices, max_runs, progress)
     hints = () if suggestion.fits else tuple(hints_at_norms(suggestion.weights, reference, candidate))
     ordered = _in_order(suggestion.weights, list(shapes.candidate))
     written = collapsed(ordered, shapes.reference, shapes.candidate)
@@ -233,7 +233,7 @@ def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Cho
     return found, problems_of(misfits, *left_over, parameters_of(pair))
 
 
-def _settled(
+def _settle_choices(
     pair: Pair,
     size: Size,
     seed: int,
@@ -247,16 +247,16 @@ def _settled(
     likeliest = (0,) * len(found)
     try:
         trial = prepare_trial(pair, size, seed, kernels)
-        settled, usual = _search(trial, kept, found, max_runs, progress)
+        settled, usual = _search_alternatives(trial, kept, found, max_runs, progress)
     except UserError as error:
         return Suggestion(
-            _map(kept, found, likeliest),
-            tuple(_decisions(found, likeliest, None)),
+            _make_map(kept, found, likeliest),
+            tuple(_list_decisions(found, likeliest, None)),
             (f"the modules could not be run, so this map is based only on names and shapes: {error}",),
         )
     return Suggestion(
-        _map(kept, usual, settled.picks),
-        tuple(_decisions(usual, settled.picks, settled)),
+        _make_map(kept, usual, settled.picks),
+        tuple(_list_decisions(usual, settled.picks, settled)),
         error=settled.error,
         expected=trial.expected,
         limit=trial.limit,
@@ -264,7 +264,7 @@ def _settled(
     )
 
 
-def _search(
+def _search_alternatives(
     trial: Trial,
     kept: WeightMap,
     found: Sequence[Choice],
@@ -281,7 +281,7 @@ def _search(
 
         def error(picks: Picks) -> float:
             nonlocal runs
-            found = trial.error(_map(kept, among, picks))
+            found = trial.error(_make_map(kept, among, picks))
             runs += 1
             progress(runs, max(runs, least))
             return found
@@ -299,7 +299,7 @@ def _search(
     return replace(settled, runs=max(settled.runs, further.runs)), usual
 
 
-def _map(kept: WeightMap, found: Sequence[Choice], picks: Picks) -> WeightMap:
+def _make_map(kept: WeightMap, found: Sequence[Choice], picks: Picks) -> WeightMap:
     picked = (choice.layouts[pick].entries for choice, pick in zip(found, picks, strict=True))
     return {**kept, **dict(chain.from_iterable(picked))}
 
@@ -309,7 +309,7 @@ def _in_order(weight_map: WeightMap, candidate: Sequence[str]) -> WeightMap:
     return dict(sorted(weight_map.items(), key=lambda entry: candidate.index(next(names(entry[1])))))
 
 
-def _decisions(found: Sequence[Choice], picks: Picks, settled: Settled | None) -> Iterator[Decision]:
+def _list_decisions(found: Sequence[Choice], picks: Picks, settled: Settled | None) -> Iterator[Decision]:
     for i, choice in enumerate(found):
         if len(choice.layouts) == 1:
             continue
@@ -420,19 +420,19 @@ _SHOWN_ALTERNATIVES = 6
 
 def python(weight_map: WeightMap) -> str:
     """Return the argument ``weights=`` of ``parity.Pair``, one entry per line."""
-    entries = "".join(f"    {_entry(left, right)},\n" for left, right in weight_map.items())
+    entries = "".join(f"    {_format_entry(left, right)},\n" for left, right in weight_map.items())
     return f"weights={{\n{entries}}},"
 
 
 def python_over_ranks(divided: Sequence[Divided]) -> str:
     """Return the argument ``parallel=`` of ``parity.Pair``, one parameter per line."""
-    entries = [(f'"{one.name}": [{", ".join(map(_over, one.split))}],', one.reason) for one in divided]
+    entries = [(f'"{one.name}": [{", ".join(map(_format_over, one.split))}],', one.reason) for one in divided]
     width = max(len(entry) for entry, _ in entries)
     lines = "".join(f"        {entry:<{width}}  # {reason}\n" for entry, reason in entries)
     return f"parallel=parity.Parallel(\n    weights={{\n{lines}    }},\n),"
 
 
-def _over(one: Over) -> str:
+def _format_over(one: Over) -> str:
     blocks = f", blocks={one.blocks}" if one.blocks > 1 else ""
     return f'parity.over("{one.axis}", dim={one.dim}{blocks})'
 
@@ -450,27 +450,27 @@ def explain(suggestion: Suggestion) -> str:
     ):
         decisions = [decision for decision in suggestion.decisions if decision.outcome == outcome]
         if decisions:
-            lines += [heading, *(line for decision in decisions for line in _decision(decision))]
-    return "\n".join([*lines, *_verdict(suggestion)])
+            lines += [heading, *(line for decision in decisions for line in _explain_decision(decision))]
+    return "\n".join([*lines, *_state_verdict(suggestion)])
 
 
-def _decision(decision: Decision) -> Iterator[str]:
+def _explain_decision(decision: Decision) -> Iterator[str]:
     layers = f", in {decision.repeats} similar layers" if decision.repeats > 1 else ""
     yield f"  {', '.join(decision.about[:_SHOWN_ENTRIES])}{layers}"
     for alternative in decision.alternatives[:_SHOWN_ALTERNATIVES]:
         error = "not run" if math.isnan(alternative.error) else f"{alternative.error:.2g}"
-        yield f"    {error:>8}  {_entries(alternative)}"
+        yield f"    {error:>8}  {_format_entries(alternative)}"
     hidden = len(decision.alternatives) - _SHOWN_ALTERNATIVES
     if hidden > 0:
         yield f"              and {hidden} more"
 
 
-def _entries(alternative: Alternative) -> str:
-    shown = [_entry(left, right) for left, right in alternative.entries[:_SHOWN_ENTRIES]]
+def _format_entries(alternative: Alternative) -> str:
+    shown = [_format_entry(left, right) for left, right in alternative.entries[:_SHOWN_ENTRIES]]
     return ", ".join(shown) + (", ..." if len(alternative.entries) > _SHOWN_ENTRIES else "")
 
 
-def _verdict(suggestion: Suggestion) -> Iterator[str]:
+def _state_verdict(suggestion: Suggestion) -> Iterator[str]:
     if math.isnan(suggestion.error):
         yield "The map was not run: check it, and complete it by hand."
         return
@@ -484,11 +484,11 @@ def _verdict(suggestion: Suggestion) -> Iterator[str]:
         yield "mistakes and names the one that explains the rest."
 
 
-def _entry(left: Side, right: Side) -> str:
-    return f"{_side(left)}: {_side(right)}"
+def _format_entry(left: Side, right: Side) -> str:
+    return f"{_format_side(left)}: {_format_side(right)}"
 
 
-def _side(side: Side) -> str:
+def _format_side(side: Side) -> str:
     written = describe(side, "parity.")
     if isinstance(side, Reorder):
         count = len(side.order)
@@ -593,7 +593,7 @@ def divided(
                 found[name].append(_over_ranks(axis, made, name, whole, having, packed.get(name), shapes.reference))
             except UserError as error:
                 problems[f"over {made.label}, {error}"] = None
-    return tuple(_together(name, each) for name, each in found.items() if each), tuple(problems)
+    return tuple(_join_splits(name, each) for name, each in found.items() if each), tuple(problems)
 
 
 def _over_ranks(
@@ -649,7 +649,7 @@ def _part_of(whole: Shape, split: Split, made: Degrees) -> Shape | None:
         return None
 
 
-def _together(name: str, each: Sequence[Divided]) -> Divided:
+def _join_splits(name: str, each: Sequence[Divided]) -> Divided:
     """Return the split along all axes."""
     split = tuple(one for own in each for one in own.split)
     reasons = dict.fromkeys(own.reason for own in each if own.split or not split)

@@ -83,20 +83,20 @@ def choices(
     """
     alternatives = [(group, with_doubts(layouts(group, shapes, geometry), *stored)) for group in matching.groups]
     misfits = [group for group, found in alternatives if not found]
-    twins = _twins(matching, {name: i for i, name in enumerate(shapes.candidate)})
+    twins = _find_twins(matching, {name: i for i, name in enumerate(shapes.candidate)})
     found = [_with_twins(own, group, twins.get(group, [])) for group, own in alternatives if own]
     single = set(matching.candidate_left).difference(*twins.values())
     found += [own for unit in matching.candidate_left if unit in single and (own := constant_layouts(unit))]
     found += [
         own
         for groups in matching.exchangeable
-        if (own := with_doubts(list(_orders(groups, shapes, geometry)), *stored))
+        if (own := with_doubts(list(_permute_groups(groups, shapes, geometry)), *stored))
     ]
     families = grouped(found, lambda own: tuple(_without_numbers(layout.entries) for layout in own))
-    return [_joint(members) for members in families.values()], misfits
+    return [_join_layouts(members) for members in families.values()], misfits
 
 
-def _twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[Unit]]:
+def _find_twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[Unit]]:
     """Return units of TE that the reference lacks, by the group that may hold the same numbers.
 
     A layer of TE with parallel blocks has two norms, while the reference may have only one, which comes first in TE. A
@@ -141,7 +141,7 @@ def _with_twins(own: list[Layout], group: Group, twins: Sequence[Unit]) -> list[
     return own
 
 
-def _orders(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> Iterator[Layout]:
+def _permute_groups(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> Iterator[Layout]:
     """Yield layouts of groups with one shape, in which the reference's units may belong to any of the groups."""
     found = list(_all_orders(groups, shapes, geometry))
     named = [sum(1 for left, _ in layout.entries for _ in names(left)) for layout in found]
@@ -153,7 +153,7 @@ def _all_orders(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> 
     if len(groups) <= _ALL_ORDERS_UP_TO:
         orders = list(permutations(range(len(groups))))
     else:
-        orders = [tuple(range(len(groups))), *_exchanges(len(groups))]
+        orders = [tuple(range(len(groups))), *_list_exchanges(len(groups))]
     for order in orders:
         own = [
             layouts(Group(groups[i].reference, group.candidate, group.parts, named=False), shapes, geometry)
@@ -163,7 +163,7 @@ def _all_orders(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> 
             yield Layout(tuple(chain.from_iterable(layout.entries for layout in same)))
 
 
-def _exchanges(count: int) -> Iterator[tuple[int, ...]]:
+def _list_exchanges(count: int) -> Iterator[tuple[int, ...]]:
     for one, other in combinations(range(count), 2):
         order = list(range(count))
         order[one], order[other] = order[other], order[one]
@@ -176,7 +176,7 @@ def _without_numbers(entries: Entries) -> str:
     return re.sub(r'"[^"]*"', lambda name: re.sub(r"\d+", "#", name[0]), written)
 
 
-def _joint(members: Sequence[Sequence[Layout]]) -> Choice:
+def _join_layouts(members: Sequence[Sequence[Layout]]) -> Choice:
     joint = tuple(
         Layout(tuple(chain.from_iterable(layout.entries for layout in same)), same[0].usual)
         for same in zip(*members, strict=True)
@@ -261,16 +261,16 @@ def settle(counts: Sequence[int], error_of: ErrorOf, limit: float, max_runs: int
     """
     for_the_end = sum(count - 1 for count in counts)
     search = _Search(error_of, max(1, max_runs - for_the_end))
-    best = _descend((0,) * len(counts), counts, search, limit)
+    best = _improve_picks((0,) * len(counts), counts, search, limit)
     if search.error(best) > limit:
         if math.prod(counts) <= search.max_runs:
             search.try_until(limit, product(*map(range, counts)))
         else:
-            search.try_until(limit, _pairs(best, counts))
-            _restart(counts, search, limit)
+            search.try_until(limit, _change_pairs(best, counts))
+            _restart_search(counts, search, limit)
         best = search.best
     search.max_runs = max_runs
-    best = _descend(best, counts, search, limit)
+    best = _improve_picks(best, counts, search, limit)
     alternatives = tuple(
         tuple(search.error((*best[:i], pick, *best[i + 1 :])) for pick in range(count))
         for i, count in enumerate(counts)
@@ -278,7 +278,7 @@ def settle(counts: Sequence[int], error_of: ErrorOf, limit: float, max_runs: int
     return Settled(best, search.error(best), alternatives, search.runs)
 
 
-def _descend(start: Picks, counts: Sequence[int], search: _Search, limit: float) -> Picks:
+def _improve_picks(start: Picks, counts: Sequence[int], search: _Search, limit: float) -> Picks:
     """Change one choice after another to its best alternative until no change helps.
 
     Once the error is within the limit, only changes that clearly help are made.
@@ -296,7 +296,7 @@ def _descend(start: Picks, counts: Sequence[int], search: _Search, limit: float)
     return best
 
 
-def _pairs(best: Picks, counts: Sequence[int]) -> Iterator[Picks]:
+def _change_pairs(best: Picks, counts: Sequence[int]) -> Iterator[Picks]:
     """Yield the picks with two choices changed."""
     for i, j in combinations(range(len(counts)), 2):
         for one, other in product(range(counts[i]), range(counts[j])):
@@ -305,12 +305,12 @@ def _pairs(best: Picks, counts: Sequence[int]) -> Iterator[Picks]:
             yield tuple(picks)
 
 
-def _restart(counts: Sequence[int], search: _Search, limit: float) -> None:
+def _restart_search(counts: Sequence[int], search: _Search, limit: float) -> None:
     """Descend from the best so far, then from random picks, while there are runs."""
     start = search.best
     generator = random.Random(0)
     while search.runs < search.max_runs:
-        if search.error(_descend(start, counts, search, limit)) <= limit:
+        if search.error(_improve_picks(start, counts, search, limit)) <= limit:
             return
         start = tuple(generator.randrange(count) for count in counts)
 
@@ -355,17 +355,17 @@ class Trial:
         shapes = transfer.parameter_shapes(self.candidate)
         transfer.fill(self.candidate, transfer.to_candidate(weight_map, self.reference_weights, shapes))
         with state.fresh_caches():
-            return _worst_error(self._run(), self.golden)
+            return _worst_error(self._run_candidate(), self.golden)
 
-    def _run(self) -> dict[str, Tensor]:
+    def _run_candidate(self) -> dict[str, Tensor]:
         """Return the outputs; gradients are on only if it does not run without them, as with TE's offloading."""
         try:
             with torch.no_grad():
-                return _outputs("candidate", self.candidate, self.call, self.inputs)
+                return _compute_outputs("candidate", self.candidate, self.call, self.inputs)
         except UserError:
             inputs = tree_map_only(Tensor, lambda x: x.clone().requires_grad_(x.is_floating_point()), self.inputs)
             with torch.enable_grad():
-                outputs = _outputs("candidate", self.candidate, self.call, inputs)
+                outputs = _compute_outputs("candidate", self.candidate, self.call, inputs)
             return {name: output.detach() for name, output in outputs.items()}
 
 
@@ -391,17 +391,17 @@ def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
     held = {name: parameter.detach().float() for name, parameter in reference.named_parameters()}
     with torch.no_grad():
         with in_fp64():
-            golden = _outputs("reference", reference.double(), pair.call_reference, cast(inputs, torch.float64))
+            golden = _compute_outputs("reference", reference.double(), pair.call_reference, cast(inputs, torch.float64))
         _check_golden(golden)
         with rounded(FP32.rounding, reference.float().parameters()):
-            modelled = _outputs("reference", reference, pair.call_reference, inputs)
+            modelled = _compute_outputs("reference", reference, pair.call_reference, inputs)
     errors = {name: measure(output, golden[name], FP32.dtype) for name, output in modelled.items()}
     expected = max(error.relative_l2 for error in errors.values())
     limit = FITS_WITHIN * max(expected, torch.finfo(FP32.dtype).eps)
     return Trial(candidate, pair.call_candidate, inputs, held, golden, expected, limit)
 
 
-def _outputs(role: str, module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
+def _compute_outputs(role: str, module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
     try:
         return outputs_of(module, call, inputs)
     except (UserError, *INTERRUPTS):

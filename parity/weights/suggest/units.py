@@ -85,7 +85,9 @@ def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
     found: dict[tuple[str, int | None], dict[str, str]] = {}
     for name in shapes:
         weight = _weight_of(name, shapes)
-        path, kind, expert = _parse(name) if weight is None else (_parse(weight)[0], BIAS, _parse(weight)[2])
+        path, kind, expert = (
+            _parse_name(name) if weight is None else (_parse_name(weight)[0], BIAS, _parse_name(weight)[2])
+        )
         kinds = found.setdefault((path, expert), {})
         # A second "weight" with the same path, such as a scale beside it, is a unit of its own.
         target = kinds if kind not in kinds else found.setdefault((name, expert), {})
@@ -115,7 +117,7 @@ def with_experts(units: Sequence[Unit], count: int) -> list[Unit]:
     ]
 
 
-def _parse(name: str) -> tuple[str, str, int | None]:
+def _parse_name(name: str) -> tuple[str, str, int | None]:
     """Return path, kind and expert of a parameter."""
     scope, _, leaf = name.rpartition(".")
     in_path = _EXPERT.search(scope)
@@ -201,7 +203,7 @@ def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
     MLP's first layer with twice the elements of its second holds gate and up.
     """
     siblings = grouped(units, lambda unit: unit.scope)
-    told = {unit: _parts(unit, siblings[unit.scope], units) for unit in units}
+    told = {unit: _find_parts(unit, siblings[unit.scope], units) for unit in units}
     told = {unit: _with_gate(unit, parts, told, siblings[unit.scope]) for unit, parts in told.items()}
     return _with_cross({unit: parts for unit, parts in told.items() if parts})
 
@@ -211,19 +213,19 @@ def is_norm(unit: Unit) -> bool:
     return bool(unit.words) and _IS_NORM.fullmatch(unit.words[-1]) is not None
 
 
-def _parts(unit: Unit, siblings: Sequence[Unit], everything: Sequence[Unit]) -> Parts:
+def _find_parts(unit: Unit, siblings: Sequence[Unit], everything: Sequence[Unit]) -> Parts:
     if not unit.words:
         return ()
     *context, word = unit.words
     if is_norm(unit) and word not in _PARTS_OF:
-        return (_norm(unit, context, word, siblings),)
+        return (_classify_norm(unit, context, word, siblings),)
     parts = _PARTS_OF.get(word) or _by_place(unit, context, word, siblings, everything)
-    if any(part in QKV for part in parts) and _mentions(context, _CROSS):
+    if any(part in QKV for part in parts) and _mentions_any(context, _CROSS):
         return tuple(f"cross {part}" for part in parts)
     return parts
 
 
-def _norm(unit: Unit, context: Sequence[str], word: str, siblings: Sequence[Unit]) -> str:
+def _classify_norm(unit: Unit, context: Sequence[str], word: str, siblings: Sequence[Unit]) -> str:
     # Of three numbered norms, as in nn.TransformerDecoderLayer, the second is cross-attention's.
     if word[-1] in "23" and any(sibling.words and sibling.words[-1] == f"{word[:-1]}3" for sibling in siblings):
         return "cross_norm" if word[-1] == "2" else "mlp_norm"
@@ -231,12 +233,12 @@ def _norm(unit: Unit, context: Sequence[str], word: str, siblings: Sequence[Unit
         return "mlp_norm" if re.search(r"\d", unit.scope) else "final_norm"
     if word in _NORM_OF:
         return _NORM_OF[word]
-    if _mentions(context, _CROSS):
+    if _mentions_any(context, _CROSS):
         return "cross_norm"
     layer = _PARTS_OF.get(context[-1], ()) if context else ()  # a norm in one module with a linear layer, as TE's are
-    if set(layer) & set(QKV) or _mentions(context, _ATTENTION):
+    if set(layer) & set(QKV) or _mentions_any(context, _ATTENTION):
         return "attention_norm"
-    if set(layer) & {GATE, UP} or _mentions(context, _MLP):
+    if set(layer) & {GATE, UP} or _mentions_any(context, _MLP):
         return "mlp_norm"
     return "norm"
 
@@ -255,9 +257,9 @@ def _by_place(
         return (UP,)
     if word not in _LAST_LAYER:
         return ()
-    if _mentions(context, _ATTENTION):
+    if _mentions_any(context, _ATTENTION):
         return ("attention_out",)
-    if _mentions(context, _MLP) or "output" in context:
+    if _mentions_any(context, _MLP) or "output" in context:
         return ("down",)
     told = {part for name in beside for part in _PARTS_OF.get(name, ())}
     # TE's MultiheadAttention by itself has its projections in "qkv", beside "proj".
@@ -300,7 +302,7 @@ def _with_cross(told: dict[Unit, Parts]) -> dict[Unit, Parts]:
     return {unit: tuple(f"cross {part}" for part in parts) if unit in cross else parts for unit, parts in told.items()}
 
 
-def _mentions(words: Sequence[str], any_of: Sequence[str]) -> bool:
+def _mentions_any(words: Sequence[str], any_of: Sequence[str]) -> bool:
     return any(part in word for word in words for part in any_of)
 
 
@@ -347,12 +349,12 @@ def readings(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Iterator[R
     if not ranks or any(len(unit.shape) != 2 for unit in candidate):
         yield Reading(tuple(reference), {})
     elif len(ranks) == 1 and ranks <= _KERNEL_AXES.keys():
-        yield from _matrices(reference, convolutions)
+        yield from _read_as_matrices(reference, convolutions)
         if ranks == {3}:
             yield from _of_heads(reference, convolutions)
 
 
-def _matrices(reference: Sequence[Unit], convolutions: Sequence[Unit]) -> Iterator[Reading]:
+def _read_as_matrices(reference: Sequence[Unit], convolutions: Sequence[Unit]) -> Iterator[Reading]:
     """Yield each order in which a patch's channels, rows and columns can follow each other.
 
     There is only one if the patch has a single element.
@@ -399,7 +401,7 @@ def _without_ones(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Readi
     for left, right in zip(reference, candidate, strict=True):
         shared = left.parameters.keys() & right.parameters.keys()
         other = {kind: right.shapes[kind] for kind in shared if _differ_by_ones(left.shapes[kind], right.shapes[kind])}
-        patterns |= {left.parameters[kind]: _pattern(left.shapes[kind], shape) for kind, shape in other.items()}
+        patterns |= {left.parameters[kind]: _make_pattern(left.shapes[kind], shape) for kind, shape in other.items()}
         units.append(replace(left, shapes={**left.shapes, **other}))
     return Reading(tuple(units), patterns)
 
@@ -412,7 +414,7 @@ def _differ_by_ones(one: Shape, other: Shape) -> bool:
     return one != other and [n for n in one if n != 1] == [n for n in other if n != 1]
 
 
-def _pattern(one: Shape, other: Shape) -> str:
+def _make_pattern(one: Shape, other: Shape) -> str:
     """Return the pattern from one shape to another that has dimensions of 1 in other places."""
     left, right = iter(_AXES), iter(_AXES)
     before = " ".join("1" if n == 1 else next(left) for n in one)
@@ -480,7 +482,7 @@ def match(
     left = {unit: told[0].get(unit, ()) for unit in reference}
     right = {unit: told[1].get(unit, ()) for unit in candidate}
     named = list(_by_part(left, right))
-    groups = [group for group in named if _numels(group.reference) == _numels(group.candidate)]
+    groups = [group for group in named if _count_elements(group.reference) == _count_elements(group.candidate)]
     rest = _Rest(reference, candidate, groups)
     groups += [rest.take(group) for group in list(_by_path(rest.reference, rest.candidate, right))]
     exchangeable: list[tuple[Group, ...]] = []
@@ -523,7 +525,7 @@ class _Rest:
 def _by_part(reference: Mapping[Unit, Parts], candidate: Mapping[Unit, Parts]) -> Iterator[Group]:
     """Yield units that are connected through the parts that they share."""
     experts = _numbers_of_experts(reference, candidate)
-    left, right = (_keys(parts, experts) for parts in (reference, candidate))
+    left, right = (_index_by_key(parts, experts) for parts in (reference, candidate))
     counts = [Counter((part, expert) for part, expert, _ in keys) for keys in (left, right)]
     shared = {key for key in left.keys() & right.keys() if counts[0][key[:2]] == counts[1][key[:2]]}
     open_keys = [key for key in right if key in shared]
@@ -531,10 +533,10 @@ def _by_part(reference: Mapping[Unit, Parts], candidate: Mapping[Unit, Parts]) -
     for start in open_keys:
         if start in done:
             continue
-        keys = _connected(start, left, right, shared)
+        keys = _find_connected_keys(start, left, right, shared)
         done |= keys
         members = [key for key in open_keys if key in keys]
-        members.sort(key=lambda key: (_rank(key[0]), -1 if key[1] is None else key[1]))
+        members.sort(key=lambda key: (_rank_part(key[0]), -1 if key[1] is None else key[1]))
         yield Group(
             tuple(dict.fromkeys(left[key] for key in members)),
             tuple(dict.fromkeys(right[key] for key in members)),
@@ -553,7 +555,7 @@ def _numbers_of_experts(reference: Iterable[Unit], candidate: Iterable[Unit]) ->
     return set.intersection(*({unit.shape[0] for unit in side if is_stack(unit)} for side in (reference, candidate)))
 
 
-def _keys(parts: Mapping[Unit, Parts], experts: Container[int]) -> dict[Key, Unit]:
+def _index_by_key(parts: Mapping[Unit, Parts], experts: Container[int]) -> dict[Key, Unit]:
     """Return the units by part and expert; a fused weight ``[experts, out, in]`` has the parts of all experts."""
     keys: dict[Key, Unit] = {}
     seen: Counter[tuple[str, int | None]] = Counter()
@@ -566,7 +568,7 @@ def _keys(parts: Mapping[Unit, Parts], experts: Container[int]) -> dict[Key, Uni
     return keys
 
 
-def _connected(start: Key, left: Mapping[Key, Unit], right: Mapping[Key, Unit], shared: set[Key]) -> set[Key]:
+def _find_connected_keys(start: Key, left: Mapping[Key, Unit], right: Mapping[Key, Unit], shared: set[Key]) -> set[Key]:
     """Return the keys whose units are connected to this key's, or whose layouts must be decided together with it."""
     found, front = {start}, [start]
     while front:
@@ -583,7 +585,7 @@ def _connected(start: Key, left: Mapping[Key, Unit], right: Mapping[Key, Unit], 
     return found
 
 
-def _rank(part: str) -> int:
+def _rank_part(part: str) -> int:
     """Rank query before key before value, and gate before up."""
     order = (*QKV, GATE, UP)
     word = part.removeprefix("cross ")
@@ -595,7 +597,7 @@ def _by_path(reference: Sequence[Unit], candidate: Sequence[Unit], told: Mapping
     paths = {(unit.path, unit.expert): unit for unit in reference}
     for unit in candidate:
         other = paths.get((unit.path, unit.expert))
-        if other is not None and _fit(other, unit):
+        if other is not None and _have_fitting_shapes(other, unit):
             yield Group((other,), (unit,), told.get(unit, ()))
 
 
@@ -612,19 +614,19 @@ def _stacks_by_shape(
             layers[unit.path] += (unit,)
     stacks = [unit for unit in reference if is_stack(unit)]
     told = {own[0]: told.get(own[0]) or _halves_of(own, layers.values()) for own in layers.values()}
-    for read in (_in_any_order, tuple, _transposed):
+    for read in (_in_any_order, tuple, _transpose_shape):
         alike: dict[Shape, list[tuple[Unit, ...]]] = defaultdict(list)
         for own in layers.values():
             alike[read((len(own), *own[0].shape))].append(own)
         for shape, of_shape in alike.items():
-            groups = tuple(_stacked(stacks, of_shape, shape, read, told))
+            groups = tuple(_match_stacks(stacks, of_shape, shape, read, told))
             yield from [groups] if groups else []
             stacks = [unit for unit in stacks if all(unit not in group.reference for group in groups)]
             for group in groups:
                 del layers[group.candidate[0].path]
 
 
-def _stacked(
+def _match_stacks(
     stacks: Sequence[Unit],
     layers: Sequence[tuple[Unit, ...]],
     shape: Shape,
@@ -654,14 +656,14 @@ def _in_any_order(shape: Shape) -> Shape:
     return (shape[0], *sorted(shape[1:]))
 
 
-def _transposed(shape: Shape) -> Shape:
+def _transpose_shape(shape: Shape) -> Shape:
     return (shape[0], shape[2], shape[1])
 
 
 def _fused_by_shape(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Group | None:
     """Return a unit of TE that no single unit of the reference fits, with the two or three that fit together."""
     for unit in candidate:
-        if len(unit.shape) != 2 or any(_fit(other, unit) for other in reference):
+        if len(unit.shape) != 2 or any(_have_fitting_shapes(other, unit) for other in reference):
             continue
         rows, columns = unit.shape
         matrices = [
@@ -696,9 +698,9 @@ def _by_shape(
             )
 
 
-def _fit(one: Unit, other: Unit) -> bool:
+def _have_fitting_shapes(one: Unit, other: Unit) -> bool:
     return sorted(one.shape) == sorted(other.shape) or sorted(flat(one.shape)) == sorted(flat(other.shape))
 
 
-def _numels(units: Sequence[Unit]) -> int:
+def _count_elements(units: Sequence[Unit]) -> int:
     return sum(math.prod(unit.shape) for unit in units)
