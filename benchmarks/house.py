@@ -6,11 +6,13 @@ Prints a table in markdown. The only time in it is a share of another time, so i
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -36,24 +38,40 @@ pair = parity.Pair(
 )
 (result,) = parity.compare(pair, precisions=["bf16"])
 assert result.passed, (result.findings, result.reason)
-print(sum(name.split(".")[0] == "parity" for name in sys.modules))
+print(sum(name.split(".")[0] in ("parity", "te_on_cpu") for name in sys.modules))
 """
+
+
+CORE = ["api.py", "case", "comparison.py", "judge", "mistakes", "numerics", "passes", "ranks", "result.py", "search"]
+CORE += ["te", "trace"]
+WINGS = ["cli", "measuring", "plugin", "report", "trainings", "weights"]
 
 
 def main() -> None:
     """Print the table."""
-    product = [file for file in _python("parity") if "lab" not in file.relative_to(ROOT / "parity").parts]
-    lab, tests = _python("lab"), _python("tests")
-    sizes = [
-        (name, _size(files))
-        for name, files in (("`parity/` without `lab/`", product), ("`lab/`", lab), ("tests", tests))
-    ]
+    parts = {
+        "`parity/`, the core": [file for name in CORE for file in _python(f"parity/{name}")],
+        **{f"`parity/{name}/`": _python(f"parity/{name}") for name in WINGS},
+        "`parity/`, all": _python("parity"),
+        "`te_on_cpu/`": _python("te_on_cpu"),
+        "`lab/`": _python("lab"),
+        "tests": _python("tests"),
+    }
+    product = parts["`parity/`, all"]
     sys.path.insert(0, str(ROOT))  # grimp finds this checkout's package, even if another one is installed
     graph = grimp.build_graph("parity", exclude_type_checking_imports=True)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    fragments, functions = _fragments([*product, *lab])
-    rows = [(f"files, lines of {name}", size) for name, size in sizes]
+    fragments, functions = _count_fragments([*product, *parts["`lab/`"]])
+    private = [name for file in product for name in _list_private_functions(file)]
+    one_word = sum("_" not in name[1:] for name in private)
+    rows = [(f"files, lines, tokens of {name}", _describe_size(files)) for name, files in parts.items()]
     rows += [
+        ("tokens a line of code in `parity/`", f"{_count_tokens(product) / _count_code_lines(product):.1f}"),
+        (
+            "private functions whose name is one word",
+            f"{one_word} of {len(private)}",
+        ),
+        ("modules of the core that import a wing", len(_list_imports_of_wings(imports))),
         ("longest chain of imports", longest_chain(imports)),
         (
             "files with one importer",
@@ -62,7 +80,7 @@ def main() -> None:
         ("files that a passing comparison imports", _imported_by_a_comparison()),
         ("time to import them, over that of torch and TE", f"{_share_of_import_time():.2f}"),
         ("docstrings of functions that begin with no verb", f"{fragments} of {functions}"),
-        ("exceptions in the contracts of imports", _exceptions()),
+        ("exceptions in the contracts of imports", _count_exceptions()),
     ]
     print(tabulate(rows, ["what", "measured"], tablefmt="github", disable_numparse=True))
 
@@ -92,16 +110,49 @@ def begins_with_a_verb(docstring: str) -> bool:
     return docstring.split()[0].strip("`*,.:;").lower() not in NO_VERBS
 
 
-def _python(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
+def _python(path: str) -> list[Path]:
+    place = ROOT / path
+    return [place] if place.suffix else sorted(place.rglob("*.py"))
 
 
-def _size(files: Iterable[Path]) -> str:
-    lines = [len(file.read_text().splitlines()) for file in files]
-    return f"{len(lines)}, {sum(lines):,}"
+def _describe_size(files: Sequence[Path]) -> str:
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    return f"{len(files)}, {lines:,}, {_count_tokens(files):,}"
 
 
-def _fragments(files: Iterable[Path]) -> tuple[int, int]:
+def _count_tokens(files: Iterable[Path]) -> int:
+    """Return how many names, operators and numbers the files have; comments, texts and line ends do not count."""
+    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
+    return sum(each.type in kinds for file in files for each in _read_tokens(file))
+
+
+def _count_code_lines(files: Iterable[Path]) -> int:
+    """Return how many lines hold a token that counts."""
+    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
+    return sum(len({each.start[0] for each in _read_tokens(file) if each.type in kinds}) for file in files)
+
+
+def _read_tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+
+
+def _list_private_functions(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__"):
+            yield node.name
+
+
+def _list_imports_of_wings(imports: Mapping[str, Iterable[str]]) -> set[str]:
+    """Return the modules of the core that import a wing; ``api``, the door to both, is not one of them."""
+
+    def room(module: str) -> str:
+        return f"{module}.".split(".")[1]
+
+    core = {name.removesuffix(".py") for name in CORE} - {"api"}
+    return {one for one, others in imports.items() if room(one) in core and any(room(each) in WINGS for each in others)}
+
+
+def _count_fragments(files: Iterable[Path]) -> tuple[int, int]:
     docstrings = [text for file in files for text in _docstrings(file) if text.strip()]
     return sum(not begins_with_a_verb(text) for text in docstrings), len(docstrings)
 
@@ -127,7 +178,7 @@ def _share_of_import_time() -> float:
     for line in _run_a_comparison("-X", "importtime").stderr.splitlines():
         if counted := re.match(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\w+)", line):
             taken[counted[2]] += int(counted[1])
-    return taken["parity"] / (taken["torch"] + taken["transformer_engine"])
+    return (taken["parity"] + taken["te_on_cpu"]) / (taken["torch"] + taken["transformer_engine"])
 
 
 def _run_a_comparison(*options: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +186,7 @@ def _run_a_comparison(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
 
 
-def _exceptions() -> int:
+def _count_exceptions() -> int:
     """Return how many imports the contracts ignore, as import-linter counts them."""
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
