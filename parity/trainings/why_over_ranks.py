@@ -54,13 +54,13 @@ def explained_over_ranks(wholes: Sequence[Whole], made: Degrees, weights: Mappin
     for kind in ("weight", "output", "input gradient", "weight gradient"):
         told: dict[tuple[str, str, str], list[str]] = {}
         for one in (whole for whole in wholes if whole.kind == kind):
-            best = _best(one, made, weights)
+            best = _find_best_guess(one, made, weights)
             if best is not None:
                 told.setdefault((best.title, best.told, best.repair), []).append(one.name)
             elif kind == "weight" and one.off() > _ROUNDED:
                 told.setdefault(("weights-not-as-mapped", *_other_weights(one)), []).append(one.name)
         if told:
-            return tuple(_found(*found, kind, names) for found, names in told.items())
+            return tuple(_make_finding(*found, kind, names) for found, names in told.items())
     return ()
 
 
@@ -127,7 +127,7 @@ def explained_by_inputs(
     outputs = [one for one in wholes if one.kind == "output"]
     divided = {over.axis for name in inputs for over in splits.get(name, ()) if made.of(over.axis) > 1}
     for axis in (axis for axis in DIVIDING if axis in divided):
-        alone = [_alone(rank, made, splits, inputs, reference) for rank in range(made.count)]
+        alone = [_run_reference_on_part(rank, made, splits, inputs, reference) for rank in range(made.count)]
         if all(_is_as(one, [each.get(one.name) for each in alone]) for one in outputs):
             return (
                 repairable(
@@ -136,8 +136,8 @@ def explained_by_inputs(
                     "pass the process group to TE, such as with set_context_parallel_group",
                 ),
             )
-        other = {name: tuple(_toggled(over, axis) for over in split) for name, split in splits.items()}
-        moved = {name: _moved(x, splits.get(name, ()), other.get(name, ()), made) for name, x in inputs.items()}
+        other = {name: tuple(_toggle_balance(over, axis) for over in split) for name, split in splits.items()}
+        moved = {name: _move_parts(x, splits.get(name, ()), other.get(name, ()), made) for name, x in inputs.items()}
         of_moved = {name: _parts_of(x, other.get(name, ()), made) for name, x in reference(moved).items()}
         if all(_is_as(one, of_moved[one.name]) for one in outputs):
             is_balanced = any(over.balanced for split in splits.values() for over in split if over.axis == axis)
@@ -169,7 +169,7 @@ def explained_by_positions(
     outputs = [one for one in wholes if one.kind == "output"]
     if len(seq) != 1 or not outputs:
         return ()
-    for over, told, positions in _positions(seq.pop(), splits, made):
+    for over, told, positions in _list_wrong_positions(seq.pop(), splits, made):
         counted = tuple(edit for one in turned for edit in counted_as(positions)(one))
         mistake = Hypothesis("rope-position", told, told, counted)
         right = outputs_under(prepared, [mistake], torch.float64) if counted else None
@@ -187,7 +187,7 @@ def explained_by_positions(
     return ()
 
 
-def _positions(seq: int, splits: Mapping[str, Split], made: Degrees) -> Iterator[tuple[Over, str, Tensor]]:
+def _list_wrong_positions(seq: int, splits: Mapping[str, Split], made: Degrees) -> Iterator[tuple[Over, str, Tensor]]:
     """Yield wrong positions that ranks may use for their tokens, with the sequence's division and how they arise."""
     everywhere = torch.arange(seq)
     divided = {replace(one, dim=0) for split in splits.values() for one in split if one.axis in ("cp", "tp")}
@@ -211,7 +211,7 @@ def _parts_of(x: Tensor, split: Split, made: Degrees) -> list[Tensor]:
     return [part(x, split, made, made.place(rank)) for rank in range(made.count)]
 
 
-def _alone(
+def _run_reference_on_part(
     rank: int,
     made: Degrees,
     splits: Mapping[str, Split],
@@ -225,11 +225,11 @@ def _alone(
         return {}
 
 
-def _toggled(over: Over, axis: AxisName) -> Over:
+def _toggle_balance(over: Over, axis: AxisName) -> Over:
     return replace(over, blocks=1, balanced=not over.balanced) if over.axis == axis else over
 
 
-def _moved(x: Tensor, split: Split, other: Split, made: Degrees) -> Tensor:
+def _move_parts(x: Tensor, split: Split, other: Split, made: Degrees) -> Tensor:
     """Return a whole tensor whose parts under another split are this tensor's parts."""
     moved = x.clone().flatten()
     for rank in range(made.count):
@@ -257,31 +257,31 @@ def _is_as(whole: Whole, right: Sequence[Tensor | None]) -> bool:
     return True
 
 
-def _found(title: str, text: str, repair: str, kind: str, names: Sequence[str]) -> Finding:
+def _make_finding(title: str, text: str, repair: str, kind: str, names: Sequence[str]) -> Finding:
     more = f" (and of {len(names) - 1} more: {', '.join(names[1:3])})" if len(names) > 1 else ""
     what = kind if names[0] == kind else f"{kind} {names[0]}"
     return repairable(title, text.format(what=f"the {what}{more}"), repair)
 
 
-def _best(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess | None:
+def _find_best_guess(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess | None:
     if not whole.off():
         return None
-    offs = [(whole.off(guess.pieces), guess) for guess in _guesses(whole, made, weights)]
+    offs = [(whole.off(guess.pieces), guess) for guess in _list_guesses(whole, made, weights)]
     left, best = min(offs, key=lambda entry: entry[0], default=(math.inf, None))
     return best if left <= may_be_left(whole) else None
 
 
-def _guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:
+def _list_guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:
     for axis in (axis for axis in DIVIDING if made.of(axis) > 1):
-        yield from _reduced(whole, made, axis)
+        yield from _guess_wrong_reduction(whole, made, axis)
         yield from _in_another_order(whole, made, axis)
-        yield from _weighted(whole, made, axis)
+        yield from _guess_unequal_factors(whole, made, axis)
         yield from _added_to_other_parts(whole, made, axis)
         if whole.kind == "output":
             yield from _with_biases(whole, made, axis, weights)
 
 
-def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+def _guess_wrong_reduction(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     """Yield the guesses that ranks of an axis, which have the same part, have reduced it wrongly."""
     count = made.of(axis)
     own = {one.rank: one for one in whole.pieces}  # an expert's weight is on some ranks only
@@ -289,7 +289,7 @@ def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     if not all(torch.equal(one.places, group[0].places) for group in groups for one in group):
         return
     if any(not torch.equal(one.values, group[0].values) for group in groups for one in group):
-        distinct = [_distinct(group) for group in groups]
+        distinct = [_find_distinct_values(group) for group in groups]
         parts = max(map(len, distinct))
         some = "" if parts == count else f" (some ranks have summed theirs, and {parts} parts are left)"
         added = [torch.stack(list(values)).double().sum(0) for values in distinct]
@@ -323,7 +323,7 @@ def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     )
 
 
-def _distinct(pieces: Sequence[Piece]) -> list[Tensor]:
+def _find_distinct_values(pieces: Sequence[Piece]) -> list[Tensor]:
     """Return the distinct values of ranks' pieces."""
     found: list[Tensor] = []
     for piece in pieces:
@@ -332,7 +332,7 @@ def _distinct(pieces: Sequence[Piece]) -> list[Tensor]:
     return found
 
 
-def _weighted(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+def _guess_unequal_factors(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     """Yield the guess that each rank of an axis has its own part of the whole times a factor of its own."""
     if whole.kind != "input gradient" or all(one.axis != axis for one in whole.pieces[0].split):
         return
@@ -348,7 +348,7 @@ def _weighted(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
         return
     scaled = [replace(one, values=one.values.double() / factors[made.place(one.rank)[axis]]) for one in whole.pieces]
     if max(factors) - min(factors) < _LEFT * max(map(abs, factors)):
-        yield from _multiplied(scaled, sum(factors) / len(factors), made.of(axis), axis)
+        yield from _guess_multiplied_loss(scaled, sum(factors) / len(factors), made.of(axis), axis)
         return
     told = ", ".join(f"{factor:.3g}" for factor in factors)
     yield _Guess(
@@ -360,7 +360,7 @@ def _weighted(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     )
 
 
-def _multiplied(pieces: Sequence[Piece], factor: float, count: int, axis: AxisName) -> Iterator[_Guess]:
+def _guess_multiplied_loss(pieces: Sequence[Piece], factor: float, count: int, axis: AxisName) -> Iterator[_Guess]:
     for right, title, told in (
         (count, "reduced-twice", f"{count} times the right one on each rank of {axis}: a loss is multiplied"),
         (1 / count, "averaged-over-ranks", f"1/{count} of the right one on each rank of {axis}: a loss is divided"),
@@ -406,15 +406,15 @@ def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_
             "shards-in-another-order",
             f"{{what}} is split over {axis} in another order: rank {order.index(0)} has the part of rank 0",
             "give each rank the part whose number is its own within the group",
-            [replace(one, places=_at(whole, made, one, {axis: order})) for one in whole.pieces],
+            [replace(one, places=_find_places_elsewhere(whole, made, one, {axis: order})) for one in whole.pieces],
         )
     yield _Guess(
         "shards-in-another-order",
         f"{{what}} is the first rank's part on each rank of {axis}",
         "give each rank its own part",
-        [replace(one, places=_at(whole, made, one, {axis: [0] * count})) for one in whole.pieces],
+        [replace(one, places=_find_places_elsewhere(whole, made, one, {axis: [0] * count})) for one in whole.pieces],
     )
-    for other, text, right in _variants(over):
+    for other, text, right in _list_other_splits(over):
         split = tuple(other if one is over else one for one in whole.pieces[0].split)
         try:
             moved = [replace(one, places=places(shape, split, made, one.rank)) for one in whole.pieces]
@@ -424,7 +424,7 @@ def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_
             yield _Guess("shard-layout", f"{{what}} is split over {axis} {text}", f"split it {right}", moved)
 
 
-def _variants(over: Over) -> Iterator[tuple[Over, str, str]]:
+def _list_other_splits(over: Over) -> Iterator[tuple[Over, str, str]]:
     """Yield other ways to split, each with the words for how it was split and how it should be."""
     if over.blocks > 1:
         yield replace(over, blocks=1), "as one block", f"so that each of its {over.blocks} blocks is split by itself"
@@ -438,7 +438,9 @@ def _variants(over: Over) -> Iterator[tuple[Over, str, str]]:
         yield replace(over, blocks=1, balanced=True), balanced, plain
 
 
-def _at(whole: Whole, made: Degrees, piece: Piece, moved: Mapping[AxisName, Sequence[int]]) -> Tensor:
+def _find_places_elsewhere(
+    whole: Whole, made: Degrees, piece: Piece, moved: Mapping[AxisName, Sequence[int]]
+) -> Tensor:
     """Return the places of a piece as if it were that of another rank."""
     place = made.place(piece.rank)
     other = {axis: moved[axis][at] if axis in moved else at for axis, at in place.items()}
@@ -454,23 +456,23 @@ def _gathered_otherwise(whole: Whole, count: int, axis: AxisName) -> Iterator[_G
         for parts in (count, 2 * count):
             if size % parts:
                 continue
-            orders = itertools.permutations(range(parts)) if parts <= _MOST_PERMUTED else _balanced(parts)
+            orders = itertools.permutations(range(parts)) if parts <= _MOST_PERMUTED else _list_balanced_orders(parts)
             for order in orders:
                 yield _Guess(
                     "gathered-in-another-order",
                     f"{{what}} is right if the {parts} parts of its dimension {dim} are put in the order "
                     f"{', '.join(map(str, order))}",
                     f"undo the order in which {axis} splits it, and gather the ranks' parts in the order of the ranks",
-                    [replace(one, values=_reordered(one.values, dim, order)) for one in whole.pieces],
+                    [replace(one, values=_reorder_parts(one.values, dim, order)) for one in whole.pieces],
                 )
 
 
-def _reordered(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
+def _reorder_parts(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
     pieces = x.chunk(len(order), dim)
     return torch.cat([pieces[at] for at in order], dim)
 
 
-def _balanced(parts: int) -> Iterator[tuple[int, ...]]:
+def _list_balanced_orders(parts: int) -> Iterator[tuple[int, ...]]:
     """Yield the orders that undo, and make, the division in which each rank has a part from the front and the back."""
     made = tuple(itertools.chain.from_iterable((rank, parts - 1 - rank) for rank in range(parts // 2)))
     yield tuple(made.index(at) for at in range(parts))

@@ -110,13 +110,13 @@ def _of_order(weights: Mapping[str, Tensor], held: Mapping[str, set[int]], resul
 def _of_tied(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
     """Return a finding if the gradient of a weight that several stages hold is right once it is reduced correctly."""
     for whole in (one for one in wholes if one.kind == "weight gradient"):
-        for told, repair, pieces in _otherwise(whole, made):
+        for told, repair, pieces in _guess_reductions(whole, made):
             if whole.off() and whole.off(pieces) <= may_be_left(whole):
                 return repairable("tied-over-stages", f"the weight gradient {whole.name} {told}", repair)
     return None
 
 
-def _otherwise(whole: Whole, made: Degrees) -> Iterator[tuple[str, str, list[Piece]]]:
+def _guess_reductions(whole: Whole, made: Degrees) -> Iterator[tuple[str, str, list[Piece]]]:
     own = {one.rank: one for one in whole.pieces}
     groups = [group for peers in made.peers("pp") if len(group := [own[rank] for rank in peers if rank in own]) > 1]
     if not groups or sum(map(len, groups)) < len(own):
@@ -176,7 +176,7 @@ def wrong_norm(
         exact: the relative error that these norms may have.
     """
     gradients = [one for one in wholes if one.kind == "weight gradient"]
-    right = math.sqrt(sum(_square(one.joined()) for one in gradients))
+    right = math.sqrt(sum(_sum_squares(one.joined()) for one in gradients))
     known = {rank: norm for rank, norm in enumerate(norms) if norm is not None}
     wrong = [rank for rank, norm in known.items() if not _is_norm(norm, right, exact)]
     if not wrong:
@@ -184,7 +184,7 @@ def wrong_norm(
     rank = wrong[0]
     own = [0.0] * made.count
     for piece in (piece for one in gradients for piece in one.pieces):
-        own[piece.rank] += _square(piece.values)
+        own[piece.rank] += _sum_squares(piece.values)
     add_up = "sum the squares of all ranks' gradients before the root"
     guesses = {f"that of rank {rank}'s gradients alone": (own[rank], add_up)}
     for axis in (axis for axis in AXES if made.of(axis) > 1):
@@ -214,9 +214,9 @@ def wrong_norm(
 
 def _counted_otherwise(one: Whole, rank: int, right: float) -> dict[str, tuple[float, str]]:
     """Return, for each way to miscount one gradient, the square of the resulting norm and the repair."""
-    once, held = _square(one.joined()), [_square(piece.values) for piece in one.pieces]
-    own = next((_square(piece.values) for piece in one.pieces if piece.rank == rank), 0.0)
-    first = _square(one.pieces[0].values)
+    once, held = _sum_squares(one.joined()), [_sum_squares(piece.values) for piece in one.pieces]
+    own = next((_sum_squares(piece.values) for piece in one.pieces if piece.rank == rank), 0.0)
+    first = _sum_squares(one.pieces[0].values)
     found = {
         f"without {one.name}": (0.0, f"include {one.name}"),
         f"with {one.name} once for each rank that holds it": (sum(held), f"count {one.name} once"),
@@ -239,7 +239,7 @@ def _is_norm(norm: float, right: float, exact: float) -> bool:
     return abs(norm - right) <= (_NARROW_NORM if is_narrow else exact) * right
 
 
-def _square(x: Tensor) -> float:
+def _sum_squares(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
@@ -258,7 +258,7 @@ def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[Whole], made: Degrees
         dropped: the tensors of that pass.
         made: how many ranks there are.
     """
-    for a, b, one, other in _beside(ran, made, "tp"):
+    for a, b, one, other in _pair_drops(ran, made, "tp"):
         where = f"{one.function} in the forward pass of {one.module}"
         if one.given == other.given and one.state != other.state:
             return repairable(
@@ -288,7 +288,7 @@ def remarks_on_dropout(ran: Sequence[OnRank], made: Degrees) -> Iterator[str]:
     """Yield remarks on dropout that are worth knowing but are not mistakes; arguments as above."""
     yield "numbers were compared with dropout switched off"
     for axis in (axis for axis in AXES if axis != "tp"):
-        for a, b, one, other in _beside(ran, made, axis):
+        for a, b, one, other in _pair_drops(ran, made, axis):
             if one.given != other.given and one.state == other.state:
                 yield (
                     f"ranks {a} and {b} of {axis} drop the same elements of other tensors, at {one.function} in the "
@@ -297,7 +297,7 @@ def remarks_on_dropout(ran: Sequence[OnRank], made: Degrees) -> Iterator[str]:
                 break
 
 
-def _beside(ran: Sequence[OnRank], made: Degrees, axis: AxisName) -> Iterator[tuple[int, int, Drop, Drop]]:
+def _pair_drops(ran: Sequence[OnRank], made: Degrees, axis: AxisName) -> Iterator[tuple[int, int, Drop, Drop]]:
     """Yield pairs of ranks along an axis with what both drop at the same place, in the order of the pass."""
     pairs = [pair for peers in made.peers(axis) for pair in itertools.combinations(peers, 2)]
     for at in range(max((len(one.drops) for one in ran), default=0)):

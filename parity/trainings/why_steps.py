@@ -243,7 +243,7 @@ def gradients_explained(
     def margin(guess: Guess) -> float:
         right = guess.gradients()
         sizes = guesses[0].gradients() if guess.keeps_errors else right
-        off = {name: _off(candidate[name], right[name], sizes[name]) for name in limits}
+        off = {name: _compute_relative_error(candidate[name], right[name], sizes[name]) for name in limits}
         return max((off[name] / limit for name, limit in limits.items()), default=math.inf)
 
     margins = [margin(guess) for guess in guesses]
@@ -286,15 +286,15 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
     if lost:
         return repairable(
             "micro-batches",
-            f"of the {count} micro-batches of step {number}, {_numbers(lost)} {'do' if len(lost) > 1 else 'does'} not "
-            "count",
+            f"of the {count} micro-batches of step {number}, {_list_micro_batches(lost)} "
+            f"{'do' if len(lost) > 1 else 'does'} not count",
             "make a backward pass for each, and set gradients to zero only before the first",
         )
     factors = ", ".join(factor_in_words(factor) for factor in list(wrong.values())[:4])
     return repairable(
         "micro-batches",
-        f"of the {count} micro-batches of step {number}, {_numbers(list(wrong))} count {factors} times as much as in "
-        "the gradients of the whole batch",
+        f"of the {count} micro-batches of step {number}, {_list_micro_batches(list(wrong))} count {factors} "
+        "times as much as in the gradients of the whole batch",
         "multiply the loss of each micro-batch by its share of what the whole batch's loss is averaged over, such as "
         "the tokens that count",
     )
@@ -388,7 +388,7 @@ def stale_transposes(number: int, stale: Sequence[str]) -> Finding:
     )
 
 
-def _numbers(places: Sequence[int]) -> str:
+def _list_micro_batches(places: Sequence[int]) -> str:
     """Return the numbers of micro-batches, counted from 1."""
     more = f" and {len(places) - 4} more" if len(places) > 4 else ""
     return "number " + ", ".join(str(i + 1) for i in places[:4]) + more
@@ -439,7 +439,7 @@ def some_scaled(
     return f"in step {number} gradients are multiples of the reference's: {told}{more}"
 
 
-def _off(x: Tensor, right: Tensor, sized: Tensor) -> float:
+def _compute_relative_error(x: Tensor, right: Tensor, sized: Tensor) -> float:
     size, off = float(sized.double().norm()), float((x.double() - right.double()).norm())
     return off / size if size else math.inf if off else 0.0
 
@@ -488,9 +488,9 @@ def optimizer_explained(
     # Moments in 16 bits are a fact, so they come before any setting that would explain the rounding equally well.
     narrow = {key: kept for key, kept in history[-1].kept_in.items() if kept.itemsize < 4}
     largest = max(one.share for one in wrong)
-    if narrow and largest <= sum(_eps(kept) for kept in narrow.values()):
+    if narrow and largest <= sum(_get_epsilon(kept) for kept in narrow.values()):
         return _narrow_moments(narrow, largest)
-    for setting in (*_of_the_candidate(own, settings), None, *_settings(own)):
+    for setting in (*_of_the_candidate(own, settings), None, *_guess_settings(own)):
         if setting is None:
             if told := _other_rates(history, wrong, own):
                 return told
@@ -500,20 +500,20 @@ def optimizer_explained(
             made = [replay.step(update) for update in history]
         except Exception:  # this optimizer cannot have this setting
             continue
-        if all(_fits(update, after, dtype) for update, after in zip(history, made, strict=True)):
+        if all(_is_right_update(update, after, dtype) for update, after in zip(history, made, strict=True)):
             for key, value in setting.claims.items():
                 if said := {some[key] for some in settings.values() if key in some} - {value}:
                     return repairable(
                         "optimizer",
-                        f"the candidate's optimizer steps as with {key}={_number(value)}, though its {key} is "
-                        f"{_number(next(iter(said)))}",
+                        f"the candidate's optimizer steps as with {key}={_format_value(value)}, though its {key} is "
+                        f"{_format_value(next(iter(said)))}",
                         "look at whether its state, such as moments and counts of steps, is kept from step to step, "
                         "and what else changes gradients or weights",
                     )
             return repairable(
                 "optimizer",
                 f"{setting.told}; with this setting, the reference's optimizer makes the candidate's steps",
-                _same(setting),
+                _describe_repair(setting),
                 setting.code,
             )
     left_out = [one.name for one in wrong if math.isclose(one.share, 1.0, rel_tol=1e-6) and abs(one.along) < 1e-6]
@@ -540,8 +540,9 @@ def optimizer_explained(
         is_same = all(one.name in rates and rates[one.name] == right.get(one.name) for one in wrong)
         return repairable(
             "optimizer",
-            f"step {number}{_of(wrong, own)} is {factor_in_words(factors[0])} times the step that the reference's "
-            f"optimizer makes with the same gradients{', though the learning rate is the same' if is_same else ''}",
+            f"step {number}{_name_wrong_parameters(wrong, own)} is {factor_in_words(factors[0])} times the step that "
+            "the reference's optimizer makes with the same gradients"
+            f"{', though the learning rate is the same' if is_same else ''}",
             "look at what else changes the step or the weights, such as a hook or an average"
             if is_same
             else "compare the learning rates, and when their schedules take a step",
@@ -592,7 +593,7 @@ def _other_rates(history: Sequence[Update], wrong: Sequence[Deviation], own: Rep
             return None
         told.append(f"{rate:.4g}, the reference's {right:.4g}")
     each = list(dict.fromkeys(told))
-    whose = _of(wrong, own) or " of some parameters" * (len(each) > 1)
+    whose = _name_wrong_parameters(wrong, own) or " of some parameters" * (len(each) > 1)
     return repairable(
         "optimizer",
         f"in step {len(history)} the learning rate{whose} is {'; or '.join(each[:2])}",
@@ -600,14 +601,14 @@ def _other_rates(history: Sequence[Update], wrong: Sequence[Deviation], own: Rep
     )
 
 
-def _same(setting: Setting) -> str:
+def _describe_repair(setting: Setting) -> str:
     """Return what to do about a setting that differs."""
     if setting.code.then:
         return f"give the candidate's optimizer {', '.join(setting.code.then)}, as the reference's optimizer has it"
     return "give both optimizers the same setting"
 
 
-def _eps(kept: torch.dtype) -> float:
+def _get_epsilon(kept: torch.dtype) -> float:
     return torch.finfo(kept if kept.is_floating_point else torch.float8_e4m3fn).eps  # TE keeps E4M3 codes as bytes
 
 
@@ -620,7 +621,7 @@ def _narrow_moments(narrow: Mapping[str, torch.dtype], largest: float) -> Findin
     )
 
 
-def _of(wrong: Sequence[Deviation], own: Replay) -> str:
+def _name_wrong_parameters(wrong: Sequence[Deviation], own: Replay) -> str:
     """Return the parameters whose step is wrong, as text; empty if all are wrong."""
     return f" of {listed([one.name for one in wrong])}" if len(wrong) < len(own.parameters) else ""
 
@@ -631,7 +632,7 @@ def listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _fits(update: Update, after: Named, dtype: torch.dtype) -> bool:
+def _is_right_update(update: Update, after: Named, dtype: torch.dtype) -> bool:
     return all(one.is_right for one in deviations(update, after, dtype))
 
 
@@ -645,50 +646,50 @@ def _of_the_candidate(own: Replay, settings: Mapping[str, Mapping[str, Any]]) ->
     right = {by_id[id(one)]: group for group in own.optimizer.param_groups for one in group["params"]}
     differing: dict[str, dict[str, Any]] = {}
     for name, group in right.items():
-        for key, value in _constants(settings.get(name, {})).items():
-            if key in group and value != _constants(group).get(key, value):
+        for key, value in _select_constants(settings.get(name, {})).items():
+            if key in group and value != _select_constants(group).get(key, value):
                 differing.setdefault(key, {})[name] = value
-    told = {key: _told(key, values, right) for key, values in differing.items()}
+    told = {key: _describe_setting(key, values, right) for key, values in differing.items()}
     together = [differing] if len(differing) > 1 else []
     for some in (*({key: values} for key, values in differing.items()), *together):
         yield Setting(
             f"the candidate's optimizer has {'; '.join(told[key] for key in some)}",
             _each_its_own(list(right), some),
-            _arguments(some, right),
+            _write_arguments(some, right),
         )
 
 
-def _arguments(differing: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str, Any]]) -> Code:
+def _write_arguments(differing: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str, Any]]) -> Code:
     """Return the settings as an optimizer's arguments; empty unless each has one value for all parameters."""
     now, then = [], []
     for key, values in differing.items():
-        pairs = {(value, _constants(right[name])[key]) for name, value in values.items()}
+        pairs = {(value, _select_constants(right[name])[key]) for name, value in values.items()}
         if len(values) < len(right) or len(pairs) > 1:
             return NO_CODE
         (own, due) = pairs.pop()
-        now.append(f"{key}={_number(own)}")
-        then.append(f"{key}={_number(due)}")
+        now.append(f"{key}={_format_value(own)}")
+        then.append(f"{key}={_format_value(due)}")
     return Code(tuple(now), tuple(then))
 
 
-def _constants(group: Mapping[str, Any]) -> dict[str, Any]:
+def _select_constants(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's settings that are numbers, with the learning rate from before a schedule changed it."""
     found = {key: x for key, x in group.items() if key not in _HOW and isinstance(x, (bool, int, float, tuple))}
     return found | {"lr": found["initial_lr"]} if "initial_lr" in found else found
 
 
-def _told(key: str, values: Mapping[str, Any], right: Mapping[str, Mapping[str, Any]]) -> str:
+def _describe_setting(key: str, values: Mapping[str, Any], right: Mapping[str, Mapping[str, Any]]) -> str:
     """Say which values a setting has, and for which parameters."""
-    pairs = {name: (value, _constants(right[name])[key]) for name, value in values.items()}
+    pairs = {name: (value, _select_constants(right[name])[key]) for name, value in values.items()}
     texts = []
     for both in dict.fromkeys(pairs.values()):
         of = [name for name, one in pairs.items() if one == both]
         whose = f" for {listed(of)}" if len(of) < len(right) else ""
-        texts.append(f"{key}={_number(both[0])}{whose}, the reference's {_number(both[1])}")
+        texts.append(f"{key}={_format_value(both[0])}{whose}, the reference's {_format_value(both[1])}")
     return "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
-def _number(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -706,29 +707,29 @@ def _each_its_own(order: Sequence[str], settings: Mapping[str, Mapping[str, Any]
     return edit
 
 
-def _settings(own: Replay) -> Iterator[Setting]:
+def _guess_settings(own: Replay) -> Iterator[Setting]:
     """Yield settings that ports often have instead of the reference's, the likeliest first."""
     first = own.optimizer.param_groups[0]
     decays = [value for value in (0.0, *WEIGHT_DECAYS) if value != first.get("weight_decay")]
     if "weight_decay" in first:
         if first["weight_decay"]:
             yield Setting(
-                "the candidate's optimizer does not decay biases and the weights of norms", _decaying(_is_matrix)
+                "the candidate's optimizer does not decay biases and the weights of norms", _make_decay_edit(_is_matrix)
             )
         yield Setting(
-            "the candidate's optimizer also decays biases and the weights of norms", _decaying(lambda one: True)
+            "the candidate's optimizer also decays biases and the weights of norms", _make_decay_edit(lambda one: True)
         )
         for value in decays:
-            yield _numbered("weight_decay", value, first["weight_decay"])
+            yield _make_number_setting("weight_decay", value, first["weight_decay"])
         if isinstance(own.optimizer, AdamW):
             yield Setting(
                 "the candidate's optimizer adds the decay to the gradient (Adam), and not to the weights (AdamW)",
-                _as(Adam),
+                _make_kind_edit(Adam),
             )
         elif isinstance(own.optimizer, Adam):
             yield Setting(
                 "the candidate's optimizer decays the weights (AdamW), and not through the gradient (Adam)",
-                _as(AdamW),
+                _make_kind_edit(AdamW),
             )
     if "betas" in first:
         for i, name in enumerate(("beta1", "beta2")):
@@ -737,40 +738,43 @@ def _settings(own: Replay) -> Iterator[Setting]:
                     betas = (value, first["betas"][1]) if i == 0 else (first["betas"][0], value)
                     yield Setting(
                         f"the candidate's optimizer has {name}={value:g}, the reference's {first['betas'][i]:g}",
-                        _with(betas=betas),
+                        _make_settings_edit(betas=betas),
                         Code((f"betas={betas}",), (f"betas={tuple(first['betas'])}",)),
                         {"betas": betas},
                     )
         for one, other in ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98)):
             if (one, other) != tuple(first["betas"]):
-                yield _numbered("betas", (one, other), tuple(first["betas"]))
+                yield _make_number_setting("betas", (one, other), tuple(first["betas"]))
         if isinstance(own.optimizer, (Adam, AdamW)):
-            yield Setting("the candidate's optimizer does not correct the bias of the moments", _uncorrected)
+            yield Setting("the candidate's optimizer does not correct the bias of the moments", _skip_bias_correction)
     if isinstance(first.get("eps"), float):
         for value in (*OPTIMIZER_EPS, 1e-7, 1e-4, 1e-3):
             if value != first["eps"]:
-                yield _numbered("eps", value, first["eps"])
+                yield _make_number_setting("eps", value, first["eps"])
     for amsgrad in [True] if first.get("amsgrad") is False else []:
         yield Setting(
-            "the candidate's optimizer takes the largest second moment so far (amsgrad)", _with(amsgrad=amsgrad)
+            "the candidate's optimizer takes the largest second moment so far (amsgrad)",
+            _make_settings_edit(amsgrad=amsgrad),
         )
     if "momentum" in first:
         for value in (0.0, *MOMENTA):
             if value != first["momentum"]:
-                yield _numbered("momentum", value, first["momentum"])
+                yield _make_number_setting("momentum", value, first["momentum"])
         if "nesterov" in first:
             how = "plain" if first["nesterov"] else "Nesterov's"
-            yield Setting(f"the candidate's optimizer uses {how} momentum", _with(nesterov=not first["nesterov"]))
+            yield Setting(
+                f"the candidate's optimizer uses {how} momentum", _make_settings_edit(nesterov=not first["nesterov"])
+            )
 
 
-def _numbered(key: str, value: Any, right: Any) -> Setting:
+def _make_number_setting(key: str, value: Any, right: Any) -> Setting:
     """Return a setting whose value is another number, or other numbers, than the reference's."""
-    told = f"the candidate's optimizer has {key}={_number(value)}, the reference's {_number(right)}"
-    code = Code((f"{key}={_number(value)}",), (f"{key}={_number(right)}",))
-    return Setting(told, _with(**{key: value}), code, {key: value})
+    told = f"the candidate's optimizer has {key}={_format_value(value)}, the reference's {_format_value(right)}"
+    code = Code((f"{key}={_format_value(value)}",), (f"{key}={_format_value(right)}",))
+    return Setting(told, _make_settings_edit(**{key: value}), code, {key: value})
 
 
-def _with(**settings: Any) -> Callable[[Optimizer], Optimizer]:
+def _make_settings_edit(**settings: Any) -> Callable[[Optimizer], Optimizer]:
     def edit(optimizer: Optimizer) -> Optimizer:
         for group in optimizer.param_groups:
             group.update(settings)
@@ -779,7 +783,7 @@ def _with(**settings: Any) -> Callable[[Optimizer], Optimizer]:
     return edit
 
 
-def _as(kind: type[Optimizer]) -> Callable[[Optimizer], Optimizer]:
+def _make_kind_edit(kind: type[Optimizer]) -> Callable[[Optimizer], Optimizer]:
     """Return an edit that makes another kind of optimizer with the same groups and settings."""
 
     def edit(optimizer: Optimizer) -> Optimizer:
@@ -797,7 +801,7 @@ def _as(kind: type[Optimizer]) -> Callable[[Optimizer], Optimizer]:
     return edit
 
 
-def _decaying(decays: Callable[[Tensor], bool]) -> Callable[[Optimizer], Optimizer]:
+def _make_decay_edit(decays: Callable[[Tensor], bool]) -> Callable[[Optimizer], Optimizer]:
     """Return an edit after which only these parameters are decayed, by the largest decay of any group."""
 
     def edit(optimizer: Optimizer) -> Optimizer:
@@ -821,7 +825,7 @@ def _is_matrix(parameter: Tensor) -> bool:
     return parameter.dim() > 1
 
 
-def _uncorrected(optimizer: Optimizer) -> Optimizer:
+def _skip_bias_correction(optimizer: Optimizer) -> Optimizer:
     """Make Adam believe that it has made so many steps that its corrections are 1."""
 
     def count(*_: Any) -> None:
@@ -847,7 +851,7 @@ def lost_state(number: int, resumed: Resumption) -> Finding | None:
         resumed: how it differs from that of the uninterrupted training.
     """
     differing, moments, is_same = resumed.differing, resumed.moments, resumed.is_same
-    lost = {what: _other(names, resumed.restored.get(what, {})) for what, names in resumed.saved.items()}
+    lost = {what: _list_lost_names(names, resumed.restored.get(what, {})) for what, names in resumed.saved.items()}
     lost = {what: names for what, names in lost.items() if names}
     if is_same and not {SCALES, HISTORIES, BUFFERS} & lost.keys():
         return None
@@ -865,12 +869,12 @@ def lost_state(number: int, resumed: Resumption) -> Finding | None:
             f"{beginning}, though the file held everything: FP8 copies of the weights from before the load are kept",
             "call the module with is_first_microbatch=True, or None, once after each load",
         )
-    told = "; ".join(f"{what} ({_listed(names)})" for what, names in lost.items())
+    told = "; ".join(f"{what} ({_join_few(names)})" for what, names in lost.items())
     evidence = f"{beginning}; {f'not restored: {told}' if lost else 'something that no state_dict holds is lost'}"
-    return repairable("state-not-saved", evidence, _advice(lost))
+    return repairable("state-not-saved", evidence, _write_advice(lost))
 
 
-def _advice(lost: Mapping[str, list[str]]) -> str:
+def _write_advice(lost: Mapping[str, list[str]]) -> str:
     advice = []
     if {SCALES, HISTORIES} & lost.keys():
         advice.append("save and load _extra_state of each module's state_dict, which has TE's FP8 scales and histories")
@@ -883,9 +887,9 @@ def _advice(lost: Mapping[str, list[str]]) -> str:
     return "; ".join(advice) or "look for state that the module or the optimizer keeps outside of its state_dict"
 
 
-def _other(saved: Mapping[str, bytes], restored: Mapping[str, bytes]) -> list[str]:
+def _list_lost_names(saved: Mapping[str, bytes], restored: Mapping[str, bytes]) -> list[str]:
     return [name for name, digest in saved.items() if restored.get(name) != digest]
 
 
-def _listed(names: list[str]) -> str:
+def _join_few(names: list[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

@@ -74,11 +74,13 @@ class Replayed(Beside):
         with self.without.begun() as trainee:
             if trainee.training.graph is not None:
                 return None
-            captured = _shapes(as_arguments(trainee.batch(self.number).inputs))
-        return next(((captured, own) for call in self.stepped.calls if (own := _shapes(call)) != captured), None)
+            captured = _describe_shapes(as_arguments(trainee.batch(self.number).inputs))
+        return next(
+            ((captured, own) for call in self.stepped.calls if (own := _describe_shapes(call)) != captured), None
+        )
 
 
-def _shapes(arguments: Arguments) -> str:
+def _describe_shapes(arguments: Arguments) -> str:
     shapes = [tuple(x.shape) for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     return " and ".join("x".join(map(str, shape)) for shape in shapes)
 
@@ -89,7 +91,7 @@ def replay_explained(replayed: Replayed) -> Finding | None:
     if number == 1 and replayed.without.changed_before:
         return repairable(
             "graph-differs",
-            f"the capture has changed {_listed(replayed.without.changed_before)}",
+            f"the capture has changed {_join_few(replayed.without.changed_before)}",
             "let warm-up passes before a capture leave no trace: step no optimizer there, and restore the scales of "
             "delayed scaling, as make_graphed_callables does",
         )
@@ -103,7 +105,7 @@ def replay_explained(replayed: Replayed) -> Finding | None:
     if replayed.stepped.moved:
         return repairable(
             "graph-lost-gradient",
-            f"in step {number}, the optimizer does not read the gradients of {_listed(replayed.stepped.moved)} where "
+            f"in step {number}, the optimizer does not read the gradients of {_join_few(replayed.stepped.moved)} where "
             "the graph writes them, which is the memory that grad had when the graph was captured",
             "change gradients in place; zero_grad(set_to_none=True) and parameter.grad = ... replace their memory",
         )
@@ -111,7 +113,7 @@ def replay_explained(replayed: Replayed) -> Finding | None:
         return repairable(
             "weight-cache-stale",
             f"step {number} of the graph computes gradients of inputs from copies of "
-            f"{_listed(replayed.stepped.unmade)} that are not the transposes of the FP8 weights; "
+            f"{_join_few(replayed.stepped.unmade)} that are not the transposes of the FP8 weights; "
             "parameter._reset_caches() has no effect on a replay, which runs no Python",
             "call parameter._create_transpose() after each optimizer.step(), which writes the memory that the graph "
             "reads, or step FP32 copies of your own and copy_ them to the parameters",
@@ -129,7 +131,7 @@ def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
     """Return the finding on a step that nothing explains, and whether it names values that the graph may have kept."""
     number, differing = replayed.number, replayed.differing
     beginning = (
-        f"step {number} of the graph differs from that of the same training without a graph in {_listed(differing)}"
+        f"step {number} of the graph differs from that of the same training without a graph in {_join_few(differing)}"
     )
     anew = replayed.without_graph(lambda trainee, at_capture: trainee.capture())
     if number == 1 or anew.differs_in(replayed.without.steps[number - 1]):
@@ -139,8 +141,8 @@ def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
             "look for code that runs only in the capture, and for inputs that are not copied into the graph's memory",
         )
         return told, False
-    changed = _changed(replayed)
-    was = f": since then, {_listed([one.was for one in changed])}" if changed else ", FP8 weights or memory"
+    changed = _find_changed_values(replayed)
+    was = f": since then, {_join_few([one.was for one in changed])}" if changed else ", FP8 weights or memory"
     told = repairable(
         "graph-frozen-value",
         f"{beginning}, but a graph that is captured right before the step does not; so the graph keeps a number, a "
@@ -157,7 +159,7 @@ def _stale_input(replayed: Replayed) -> Finding | None:
     def with_old(old: int, chosen: Sequence[int], trainee: Trainee, at_capture: list[Value]) -> Batch:
         now = trainee.batch(number)
         leaves, spec = tree_flatten(now.inputs)
-        others = tree_flatten(_zero(now.inputs) if not old else trainee.batch(old).inputs)[0]
+        others = tree_flatten(_make_zero_inputs(now.inputs) if not old else trainee.batch(old).inputs)[0]
         mixed = [others[i] if i in chosen else one for i, one in enumerate(leaves)]
         return Batch(tree_unflatten(mixed, spec), now.input_names)
 
@@ -170,7 +172,7 @@ def _stale_input(replayed: Replayed) -> Finding | None:
             return repairable(
                 "graph-stale-input",
                 f"step {number} of the graph equals, bit for bit, the step without a graph if "
-                f"{_listed([names[i] for i in chosen])} is {told}; a replay reads the memory that the capture read",
+                f"{_join_few([names[i] for i in chosen])} is {told}; a replay reads the memory that the capture read",
                 "copy each batch into the memory that was captured (static.copy_(batch)) before the replay",
             )
     return None
@@ -186,13 +188,13 @@ def _input_names(replayed: Replayed) -> list[str]:
     return [f"the input {batch.input_names[i] if named else i}" for i in range(len(leaves))]
 
 
-def _zero(inputs: Any) -> Any:
+def _make_zero_inputs(inputs: Any) -> Any:
     return tree_map(lambda x: x.new_zeros(x.shape) if isinstance(x, Tensor) else x, inputs)
 
 
 def _frozen_value(replayed: Replayed) -> Finding | None:
     """Return a finding if the graph still has Python values from the time of its capture."""
-    changed = _changed(replayed)
+    changed = _find_changed_values(replayed)
     memory = [one for one in changed if one.is_memory]
     numbers = [one for one in changed if not one.is_memory]
     groups = [[one] for one in (numbers + memory)[:_ALONE]] + [some for some in (numbers, memory) if len(some) > 1]
@@ -207,14 +209,14 @@ def _frozen_value(replayed: Replayed) -> Finding | None:
             return repairable(
                 "graph-frozen-value",
                 f"step {replayed.number} of the graph equals, bit for bit, the step without a graph if "
-                f"{_listed([one.again for one in group])}; a graph keeps the numbers, branches and memory of its "
+                f"{_join_few([one.again for one in group])}; a graph keeps the numbers, branches and memory of its "
                 "capture",
                 "keep what changes in a tensor that is written in place, or capture again",
             )
     return None
 
 
-def _changed(replayed: Replayed) -> list[Value]:
+def _find_changed_values(replayed: Replayed) -> list[Value]:
     """Return the values that change from the capture to the end of the step, as they were at the capture."""
     with replayed.without.begun() as trainee:
         at_capture = list(values(trainee))
@@ -223,7 +225,7 @@ def _changed(replayed: Replayed) -> list[Value]:
         return [one for one in at_capture if one.is_changed]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -279,28 +281,28 @@ def values(trainee: Trainee) -> Iterator[Value]:
             for path, module in owner.named_modules():
                 own = {} if is_of_te(type(module)) else vars(module)  # TE sets its own in its first call
                 for held in (own, module._buffers):
-                    yield from _items(held, f"{path}.".lstrip("."))
+                    yield from _list_values(held, f"{path}.".lstrip("."))
                 yield from (
-                    _memory(f"{path}.{key}".lstrip("."), one)
+                    _make_memory_value(f"{path}.{key}".lstrip("."), one)
                     for key, one in module._parameters.items()
                     if one is not None and not is_quantized(one)
                 )
         elif isinstance(owner, Optimizer):
             for number, group in enumerate(owner.param_groups):
                 where = "the optimizer" if len(owner.param_groups) == 1 else f"the optimizer's group {number}"
-                yield from _items(group, after=f" of {where}")
+                yield from _list_values(group, after=f" of {where}")
         elif owner is not None:
             yield from _of_function(owner, what)
 
 
-def _memory(name: str, parameter: nn.Parameter) -> Value:
+def _make_memory_value(name: str, parameter: nn.Parameter) -> Value:
     def write(memory: Tensor) -> None:
         parameter.data = memory
 
     return Value(name, parameter.data, lambda: parameter.data, write)
 
 
-def _items(held: dict[str, Any], before: str = "", after: str = "") -> Iterator[Value]:
+def _list_values(held: dict[str, Any], before: str = "", after: str = "") -> Iterator[Value]:
     for key, one in list(held.items()):
         if _is_followed(one) and not key.startswith("_"):
             yield Value(f"{before}{key}{after}", one, partial(held.get, key), partial(held.__setitem__, key))
@@ -317,7 +319,7 @@ def _of_function(owner: Any, what: str) -> Iterator[Value]:
     if isinstance(owner, MethodType):
         owner = owner.__self__
     if not isinstance(owner, FunctionType):
-        yield from _items(getattr(owner, "__dict__", {}), after=f" of {what}")
+        yield from _list_values(getattr(owner, "__dict__", {}), after=f" of {what}")
         return
     for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
         try:
@@ -325,12 +327,14 @@ def _of_function(owner: Any, what: str) -> Iterator[Value]:
         except ValueError:  # the cell is still empty
             continue
         if _is_followed(content):
-            yield Value(f"{name} of {what}", content, partial(getattr, cell, "cell_contents"), partial(_fill, cell))
+            yield Value(
+                f"{name} of {what}", content, partial(getattr, cell, "cell_contents"), partial(_fill_cell, cell)
+            )
         elif not isinstance(content, (nn.Module, Optimizer, ModuleType, type)):
-            yield from _items(getattr(content, "__dict__", {}), f"{name}.", f" of {what}")
+            yield from _list_values(getattr(content, "__dict__", {}), f"{name}.", f" of {what}")
 
 
-def _fill(cell: CellType, content: Any) -> None:
+def _fill_cell(cell: CellType, content: Any) -> None:
     cell.cell_contents = content
 
 
@@ -372,18 +376,20 @@ def offload_explained(beside: Beside, journal: Journal) -> Finding:
     return (
         out_of_step(beside.number, journal)
         or _changed_saved(beside)
-        or _narrow(beside)
-        or _earlier(beside)
+        or _find_narrow_copies(beside)
+        or _find_earlier_tensors(beside)
         or repairable(
             "offload-differs",
             f"step {beside.number} with offloading differs from that of the same training without it in "
-            f"{_listed(differing)}",
+            f"{_join_few(differing)}",
             "compare each tensor that is read back with a copy that stays on the device",
         )
     )
 
 
-def _made(beside: Beside, where: int, exchange: Exchange, seen: list[Tensor] | None = None) -> tuple[Computed, Trainee]:
+def _run_without_offloading(
+    beside: Beside, where: int, exchange: Exchange, seen: list[Tensor] | None = None
+) -> tuple[Computed, Trainee]:
     """Return the step's results without offloading, with other tensors read back in one step, and the candidate."""
     with beside.without.begun() as trainee:
         for number in range(1, beside.number + 1):
@@ -396,7 +402,7 @@ def _made(beside: Beside, where: int, exchange: Exchange, seen: list[Tensor] | N
 
 def _is_made_by(beside: Beside, exchange: Exchange) -> bool:
     """Return whether the step without offloading equals the offloaded one if other tensors are read back in it."""
-    return not _made(beside, beside.number, exchange)[0].differs_in(beside.computed)
+    return not _run_without_offloading(beside, beside.number, exchange)[0].differs_in(beside.computed)
 
 
 def _changed_saved(beside: Beside) -> Finding | None:
@@ -409,21 +415,21 @@ def _changed_saved(beside: Beside) -> Finding | None:
             changed.append(x)
         return x
 
-    _, trainee = _made(beside, beside.number, compare, saved)
+    _, trainee = _run_without_offloading(beside, beside.number, compare, saved)
     if not changed:
         return None
     own = {id(one): name for name, one in trainee.owners[""].named_parameters()}
     names = (own.get(id(x), f"a saved tensor of shape {'x'.join(map(str, x.shape))}") for x in changed)
     return repairable(
         "offload-stale-tensor",
-        f"in step {beside.number}, the port changes {_listed(list(dict.fromkeys(names)))} after the forward pass has "
+        f"in step {beside.number}, the port changes {_join_few(list(dict.fromkeys(names)))} after the forward pass has "
         "saved it and before the backward pass reads it; without offloading, the backward pass reads the new values, "
         "and with it the old ones",
         "change weights and activations in place only after the backward pass",
     )
 
 
-def _narrow(beside: Beside) -> Finding | None:
+def _find_narrow_copies(beside: Beside) -> Finding | None:
     """Return a finding if wider tensors are kept in a dtype of 16 bits."""
     for (dtype, name), kinds in itertools.product(_NARROW.items(), ((Tensor,), (Tensor, nn.Parameter))):
 
@@ -440,13 +446,13 @@ def _narrow(beside: Beside) -> Finding | None:
     return None
 
 
-def _earlier(beside: Beside) -> Finding | None:
+def _find_earlier_tensors(beside: Beside) -> Finding | None:
     """Return a finding if the tensors that are read back are those that an earlier step has saved."""
     for earlier in dict.fromkeys((1, beside.number - 1)):
         if not 1 <= earlier < beside.number:
             continue
         saved: list[Tensor] = []
-        _made(beside, earlier, lambda number, x: x, saved)
+        _run_without_offloading(beside, earlier, lambda number, x: x, saved)
         for what, is_chosen in _GROUPS:
 
             def old(
