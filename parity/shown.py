@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # Control characters except newline, marks that reverse the direction of writing, characters that some programs take for
 # line ends, and halves of surrogate pairs.
@@ -34,6 +34,12 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def written(value: float, digits: int = 4) -> str:
     """Return a number with so many significant digits, in the way people write it: 160000, not 1.6e+05."""
     return f"{float(f'{value:.{digits}g}'):.7g}"
+
+
+def few_of(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """Return the first names, and how many more there are: ``a, b and 4 more``."""
+    more = len(names) - most
+    return between.join(names[:most]) + (f"{between.strip(', ')} and {more} more" if more > 0 else "")
 
 
 def printable(value: str) -> str:

@@ -18,6 +18,7 @@ from parity.case.case import Case
 from parity.machine import files
 from parity.plugin.options import check_file, parse_backend
 from parity.report.numbers import plural
+from parity.shown import few_of
 from parity.user_error import UserError
 from parity.weights.conversion import checkpoint
 from parity.weights.conversion.conversion import Direction, planned_conversion
@@ -130,9 +131,8 @@ def _describe_conversion(where: str, plan: Plan, written: int, copied: str, besi
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in made)
     kinds = ", ".join(f"{count} {name}" for name, count in dtypes.most_common())
     lines = [f"{where}: {plural(len(made), 'tensor')} ({kinds}), {written:,} bytes"]
-    for reason, count in Counter(plan.left_out.values()).items():
-        keys = [key for key, why in plan.left_out.items() if why == reason]
-        lines.append(f"left out, {reason}: {', '.join(keys[:3])}{f' and {count - 3} more' if count > 3 else ''}")
+    for reason in dict.fromkeys(plan.left_out.values()):
+        lines.append(f"left out, {reason}: {few_of([key for key, why in plan.left_out.items() if why == reason])}")
     rounded = {key: error for key, error in plan.rounded.items() if error > 0}
     if rounded:
         keys = sorted(rounded, key=rounded.__getitem__, reverse=True)

@@ -23,6 +23,7 @@ from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Recalled, Tensors
 from parity.passes.refusals import gradients_missed
 from parity.result import Determinism, Finding, TensorResult, label_of
+from parity.shown import few_of
 from parity.te import emulation
 from parity.trace.digests import Trace, as_bytes, first_difference
 from parity.trace.effects import RandomState, kept, other_numbers
@@ -223,12 +224,9 @@ class TeModules:
         }
         if not found:
             return ""
-        named = [
-            _describe_module(name, reads.of_any(parameters)) for name, parameters in list(found.items())[:_MOST_TOLD]
-        ]
-        more = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
+        named = [_describe_module(name, reads.of_any(parameters)) for name, parameters in found.items()]
         return (
-            f"TransformerEngine's modules hold weights and did not run: {', '.join(named)}{more}; call the modules, or "
+            f"TransformerEngine's modules hold weights and did not run: {few_of(named, _MOST_TOLD)}; call them, or "
             "use plain PyTorch modules for what TransformerEngine is not meant to compute"
         )
 

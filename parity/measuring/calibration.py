@@ -54,7 +54,7 @@ from parity.report.changes import Change, between
 from parity.report.numbers import markdown_table, plural, short
 from parity.report.record import Record
 from parity.result import Kind
-from parity.shown import one_line
+from parity.shown import few_of, one_line
 from parity.te import PRECISIONS, Backend, Kernels, Precision, why_unavailable
 from parity.user_error import UserError
 
@@ -356,9 +356,10 @@ def refusal(strays: Mapping[Key, Difference], samples: Sequence[Sample], laws: M
         for pair, (key, tensor, value) in _find_farthest_values(strays, samples).items()
     ]
     kept = "it stays as it is" if output.exists() else "it is not written"
+    which, worst = few_of(limits, _MOST), few_of(pairs, _MOST)
     return (
-        f"{len(strays)} of {plural(len(laws), 'limit')} would lie far outside of the packaged ones: {_join_few(limits)}"
-        f"; farthest off {'is' if len(pairs) == 1 else 'are'} {_join_few(pairs)}; a wrong port would look the same, "
+        f"{len(strays)} of {plural(len(laws), 'limit')} would lie far outside of the packaged ones: {which}"
+        f"; farthest off {'is' if len(pairs) == 1 else 'are'} {worst}; a wrong port would look the same, "
         "and would pass with these limits, so compare each pair with the packaged limits (parity run), and remove "
         "those that fail; if all are right, and these kernels really round this way, pass --accept-wider; "
         f"{output}: {kept}"
@@ -417,11 +418,6 @@ def _name_law(key: Key, tensor: str = "") -> str:
 
 def _pluralize_kind(kind: str) -> str:
     return f"{kind}s"
-
-
-def _join_few(entries: Sequence[str]) -> str:
-    others = len(entries) - _MOST
-    return ", ".join([*entries[:_MOST], *([f"and {others} more"] if others > 0 else [])])
 
 
 # The report: a calibration table, and how well its laws fit.

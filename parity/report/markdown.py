@@ -34,6 +34,7 @@ from parity.report.record import (
     worst_of_each_tensor,
 )
 from parity.result import Determinism, Finding, Result, Status, TensorResult
+from parity.shown import few_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -551,9 +552,8 @@ def left(curve: Curve) -> str:
     told = [f"the loss leaves its band at step {band.loss_left.step}"] if band.loss_left else []
     if band.weights_left:
         names = band.weights_left.where
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         told.append(
-            f"after step {band.weights_left.step}, {', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'} "
+            f"after step {band.weights_left.step}, {few_of(names)} {'is' if len(names) == 1 else 'are'} "
             "farther from the training in FP64 than right trainings are"
         )
     return "; ".join(told)

@@ -28,6 +28,7 @@ from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import Prepared, cast
 from parity.result import Finding, TensorResult
 from parity.search.failure import Failure, few_outputs
+from parity.shown import few_of
 from parity.trace.calls import tracing
 from parity.trace.trace import Site, Trace, Value, agree, edit, grouped
 
@@ -767,7 +768,7 @@ def where_the_error_is(failure: Failure, untried: int = 0) -> Iterator[Finding]:
     tells = [result for result in failure.results if result.kind != "output" or result.numel != 1]
     passed = [result.label for result in tells if result.passed and bool(failure.golden[result.key].any())]
     step = _next_step(failure)
-    others = f". These are right: {', '.join(passed[:_MOST_RIGHT])}{_count_unlisted(passed)}" if passed else ""
+    others = f". These are right: {few_of(passed, _MOST_RIGHT)}" if passed else ""
     if clock.ended:
         others += f". The search for the cause {ended_early(clock.limit)}"
     elif untried:
@@ -845,7 +846,7 @@ def _places(failure: Failure, result: TensorResult) -> Iterator[str]:
         if is_clear and wrong.sum() < wrong.any(1).sum() * wrong.any(0).sum():
             rows = [f"{_describe_ranges(some)} of row {number}" for number, some in enumerate(wrong) if some.any()]
             right = f"the other {int((~wrong).sum())} of {wrong.numel()} are right"
-            both = f"in positions {', '.join(rows[:_MOST_RIGHT])}{_count_unlisted(rows)} of the batch ({right})"
+            both = f"in positions {few_of(rows, _MOST_RIGHT)} of the batch ({right})"
             told = {0: both} | {dim: each for dim, each in told.items() if dim > 1}
     yield from told.values() or [f"in {' and '.join(every)}" if every else "in no row or column alone"]
     projection = (error * golden).sum() / golden.square().sum()
@@ -859,12 +860,7 @@ def _describe_ranges(chosen: Tensor) -> str:
     edges = nn.functional.pad(chosen.int(), (1, 1)).diff()
     ends = zip((edges > 0).nonzero().flatten().tolist(), (edges < 0).nonzero().flatten().tolist(), strict=True)
     runs = [f"{first} to {last - 1}" if last - first > 1 else f"{first}" for first, last in ends]
-    return f"{', '.join(runs[:_MOST_RIGHT])}{_count_unlisted(runs)}"
-
-
-def _count_unlisted(named: Sequence[str]) -> str:
-    """Return how many more there are than a message names."""
-    return f" and {len(named) - _MOST_RIGHT} more" if len(named) > _MOST_RIGHT else ""
+    return few_of(runs, _MOST_RIGHT)
 
 
 def _concentrated(share: Tensor) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -17,19 +17,30 @@ from parity.mistakes.optimizers import optimizers_of
 from parity.mistakes.rotation import rotations
 from parity.search.failure import Failure, few_outputs
 from parity.search.reruns import kept_rows
-from parity.trace.trace import Trace
 
-_RECOGNISED: dict[str, Sequence[Callable[[Trace], object]]] = {
-    "attention": (weighings,),
-    "rotations": (rotations, lambda trace: any(call.name in ("cos", "sin", "polar") for call in trace.calls)),
-    "norms": (norms,),
-    "gated units": (gated_units,),
-    "experts": (routers,),
-    "lookups": (lookups, additions),
-    "labels": (cross_entropies, log_softmaxes),
-    "log-probabilities": (log_softmaxes,),
-    "an optimizer": (optimizers_of, lambda trace: trace.clips),
+_MEASURES: dict[str, Callable[[Failure], object]] = {
+    "nothing": lambda failure: True,
+    "attention": lambda failure: weighings(failure.trace),
+    "rotations": lambda failure: rotations(failure.trace) or _calls(failure, "cos", "sin", "polar"),
+    "norms": lambda failure: norms(failure.trace),
+    "gated units": lambda failure: gated_units(failure.trace),
+    "experts": lambda failure: routers(failure.trace) or has_experts(failure.prepared.weights),
+    "lookups": lambda failure: lookups(failure.trace) or additions(failure.trace),
+    "labels": lambda failure: cross_entropies(failure.trace) or log_softmaxes(failure.trace),
+    "log-probabilities": lambda failure: log_softmaxes(failure.trace),
+    "an optimizer": lambda failure: optimizers_of(failure.trace) or failure.trace.clips,
+    "FP8": lambda failure: failure.precision.recipe is not None,
+    "FP32": lambda failure: failure.precision.dtype is torch.float32,
+    "gradients": lambda failure: not failure.prepared.evaluation,
+    "decoding": lambda failure: failure.prepared.evaluation,
+    "few outputs": lambda failure: few_outputs(failure) or any(one.numel == 1 for one in failure.outputs),
+    "masked tokens": lambda failure: any(True for _ in kept_rows(failure)),
 }
+"""How the needs of ``parity.mistakes.codes.NEEDS`` are measured; one pass in one process has no training and no ranks."""
+
+
+def _calls(failure: Failure, *names: str) -> bool:
+    return any(call.name in names for call in failure.trace.calls)
 
 
 def has(failure: Failure, need: str) -> bool:
@@ -42,19 +53,4 @@ def has(failure: Failure, need: str) -> bool:
     Raises:
         OutOfTime: if the candidate has to run again for that, and the limit of real time is reached.
     """
-    if need == "experts" and has_experts(failure.prepared.weights):
-        return True
-    if need in _RECOGNISED:
-        return any(recognised(failure.trace) for recognised in _RECOGNISED[need])
-    match need:
-        case "FP8":
-            return failure.precision.recipe is not None
-        case "FP32":
-            return failure.precision.dtype is torch.float32
-        case "gradients" | "decoding":
-            return failure.prepared.evaluation == (need == "decoding")
-        case "few outputs":
-            return few_outputs(failure) or any(one.numel == 1 for one in failure.outputs)
-        case "masked tokens":
-            return any(True for _ in kept_rows(failure))
-    return need == "nothing"  # one pass in one process is no training, and has no ranks
+    return need in _MEASURES and bool(_MEASURES[need](failure))

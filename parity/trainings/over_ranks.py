@@ -27,6 +27,7 @@ from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
 from parity.passes.prepare import Prepared, build
 from parity.ranks.layout import Degrees, Whole, part, places
 from parity.result import Finding, Result, Switch
+from parity.shown import few_of
 from parity.te.state import Kept
 from parity.trainings.gathered import (
     TIMEOUT,
@@ -45,7 +46,7 @@ from parity.trainings.optimized import followed_places, rates, steps_elements
 from parity.trainings.steps import Named, Stepped, Update, batch_of
 from parity.trainings.why_over_ranks import explained_over_ranks
 from parity.trainings.why_stages import wrong_norm
-from parity.trainings.why_steps import are_made_of, listed, lost_state
+from parity.trainings.why_steps import are_made_of, lost_state
 from parity.user_error import UserError
 
 # The largest relative error of a clipping factor, which comes from an FP32 norm of gradients in 16 bits.
@@ -328,7 +329,7 @@ class TraineeOverRanks:
 
     def unexplained(self, judged: Result, prepared: Prepared) -> Finding:
         """Return what is known of a step that is right in one process, but wrong over ranks for no known reason."""
-        wrong = listed([one.label for one in judged.tensors if not one.passed])
+        wrong = few_of([one.label for one in judged.tensors if not one.passed])
         told = (
             f"in step {self._next} the candidate is right in one process, but over {self.made.label} wrong in {wrong}"
         )
@@ -358,7 +359,7 @@ class TraineeOverRanks:
             return None
         return repairable(
             "reduced-in-16-bits",
-            f"in step {self._next} {listed(narrow)} {'is' if len(narrow) == 1 else 'are'} stored in FP32, but each "
+            f"in step {self._next} {few_of(narrow)} {'is' if len(narrow) == 1 else 'are'} stored in FP32, but each "
             "element is a BF16 number: the ranks' gradients are reduced in 16 bits, which rounds their sums",
             "reduce them in FP32, such as with MixedPrecisionPolicy(reduce_dtype=torch.float32)",
         )

@@ -37,6 +37,7 @@ from parity.passes.prepare import Prepared, cast, prepare
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees, Whole
 from parity.result import Finding, Result, as_printable, label_of_way
+from parity.shown import few_of
 from parity.te import Kernels, Precision, why_refused
 from parity.te.attention_backend import AttentionBackend
 from parity.trace.effects import undisturbed
@@ -60,7 +61,6 @@ from parity.trainings.why_over_ranks import (
     explained_over_ranks,
 )
 from parity.trainings.why_stages import explained_by_stages, remarks_on_dropout, wrong_dropout, wrong_norm
-from parity.trainings.why_steps import listed
 
 
 def compare_over_ranks_at(
@@ -202,8 +202,8 @@ def _explain_failure(
             notes = (*result.notes, *told.notes, "the candidate is right in one process, but wrong over ranks")
             return dataclasses.replace(result, findings=told.findings, notes=notes)
     if not found:
-        wrong = listed([one.label for one in result.tensors if not one.passed])
-        right = listed([one.label for one in result.tensors if one.passed])
+        wrong = few_of([one.label for one in result.tensors if not one.passed])
+        right = few_of([one.label for one in result.tensors if one.passed])
         besides = f"; these are right: {right}" if right else ""
         found = (
             apart

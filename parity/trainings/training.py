@@ -48,6 +48,7 @@ from parity.passes.refusals import NothingToJudge
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Code, Finding, Result, Status, Step, Switch, as_printable, label_of_way
+from parity.shown import few_of
 from parity.te import Kernels, Precision, why_refused
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.state import fresh_caches, fresh_quantization, is_quantized
@@ -68,7 +69,6 @@ from parity.trainings.why_steps import (
     gradients_explained,
     guesses_of_any_step,
     guesses_of_later_steps,
-    listed,
     lost_state,
     micro_batches_explained,
     moved_otherwise,
@@ -329,7 +329,7 @@ def _find_changed_buffers(run: _Run, before: Prepared) -> Buffers:
     if isinstance(run.trainee, Trainee) and run.switch != "graph":  # its replays are not calls
         by_step = changed.keys() - run.trainee.moved_in_calls
     if by_step and not run.buffers.by_step:
-        told = listed([f"{name} in {str(changed[name].dtype).removeprefix('torch.')}" for name in sorted(by_step)])
+        told = few_of([f"{name} in {str(changed[name].dtype).removeprefix('torch.')}" for name in sorted(by_step)])
         told = f"the training step changes buffers outside of the candidate's calls ({told})"
         run.notes.append(f"{told}; the reference gets their values, as it gets weights")
     held = dict(before.reference.named_buffers())
@@ -625,7 +625,7 @@ def _explain_wrong_step(run: _Run, made: _Made, judged: Result) -> Result:
         moved = repairable(
             "state-between-steps",
             f"step {number} is right for a new module with the weights that the map gives it, and wrong once "
-            f"{listed(list(strayed))} {'has' if len(strayed) == 1 else 'have'} the values to which earlier steps moved "
+            f"{few_of(list(strayed))} {'has' if len(strayed) == 1 else 'have'} the values to which earlier steps moved "
             "what the reference has no parameter for",
             "freeze such a parameter, as with requires_grad_(False), or build TE's module without it",
         )
@@ -636,7 +636,7 @@ def _explain_wrong_step(run: _Run, made: _Made, judged: Result) -> Result:
             return dataclasses.replace(judged, findings=(read_after_change(number, read),))
         reason = (
             f"step {number} calls the candidate {len(made.stepped.calls)} times, and its forward pass reads buffers "
-            f"that it also changes ({listed(read)}), so one pass of the reference over the whole batch cannot compute "
+            f"that it also changes ({few_of(read)}), so one pass of the reference over the whole batch cannot compute "
             "the same: call the candidate once per step, or keep these buffers fixed during the training"
         )
         return dataclasses.replace(judged, status="error", reason=reason)
@@ -689,7 +689,7 @@ def _of_buffers(run: _Run, made: _Made) -> Finding | None:
     lacking = sorted(name for name in right.keys() - set(known.values()) if right[name].is_floating_point())
     if lacking and made.number == 1:
         run.notes.append(
-            f"the reference's forward pass moves its buffers {listed(lacking)}, and the candidate has none of the same "
+            f"the reference's forward pass moves its buffers {few_of(lacking)}, and the candidate has none of the same "
             "name or place, so that they are not compared"
         )
     for name, of in known.items():
@@ -733,7 +733,7 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
         one = wrong[0].name
         return repairable(
             "optimizer",
-            f"in step {len(run.history)} the candidate's optimizer moves {listed(copies[one])} apart, though they are "
+            f"in step {len(run.history)} the candidate's optimizer moves {few_of(copies[one])} apart, though they are "
             f"one parameter in the reference, {one}, which is moved by the sum of their gradients",
             "tie them, or add up their gradients before each step and let the optimizer move them alike",
         )
@@ -751,7 +751,7 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
         return repairable(
             "master-weights",
             f"after step {len(run.history)} the module does not hold the weights that its optimizer computed: "
-            f"{listed(stepped.apart)} {'is' if len(stepped.apart) == 1 else 'are'} not the rounded FP32 master weights",
+            f"{few_of(stepped.apart)} {'is' if len(stepped.apart) == 1 else 'are'} not the rounded FP32 master weights",
             "copy the master weights to the module after each step, and let nothing else write to its weights, such as "
             "an average of them",
         )

@@ -15,11 +15,12 @@ from parity.passes.one_pass import as_arguments
 from parity.passes.prepare import Prepared
 from parity.ranks.layout import AXES, AxisName, Degrees, Piece, Pipeline, Whole
 from parity.result import Finding, Result
+from parity.shown import few_of
 from parity.trace.digests import Drop
 from parity.trainings.micro_batches import shares_made
 from parity.trainings.on_rank import OnRank
 from parity.trainings.why_over_ranks import may_be_left
-from parity.trainings.why_steps import listed, micro_batches_explained
+from parity.trainings.why_steps import micro_batches_explained
 
 # The stages of a pipeline: the weights they hold, their order, and the gradients they add up.
 
@@ -65,7 +66,7 @@ def _of_missing(weights: Mapping[str, Tensor], held: Mapping[str, set[int]]) -> 
         return None
     return repairable(
         "stages",
-        f"no stage holds {listed(missing)}",
+        f"no stage holds {few_of(missing)}",
         "assign the layers to stages so that each layer is on one of them",
     )
 

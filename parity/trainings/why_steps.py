@@ -16,6 +16,7 @@ from parity.mistakes.alternatives import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
 from parity.mistakes.codes import repairable
 from parity.numerics.factors import uneven
 from parity.result import NO_CODE, Code, Finding
+from parity.shown import few_of
 from parity.trainings.micro_batches import Made
 from parity.trainings.step_verdicts import Deviation, Replay, deviations
 from parity.trainings.steps import BUFFERS, COPIES, HISTORIES, SCALES, Named, Resumption, Update
@@ -335,7 +336,7 @@ def read_after_change(number: int, read: Sequence[str]) -> Finding:
     return repairable(
         "state-between-steps",
         f"step {number} computes the forward pass again in the backward pass, and the second time it reads the buffers "
-        f"that the first has changed: {listed(read)}",
+        f"that the first has changed: {few_of(read)}",
         "let the forward pass read a copy from before it changes them, and change them once a step, such as after the "
         "optimizer's step, or leave such modules out of checkpointing",
     )
@@ -379,7 +380,7 @@ def stale_transposes(number: int, stale: Sequence[str]) -> Finding:
     is_one = len(stale) == 1
     return repairable(
         "weight-cache-stale",
-        f"step {number} computes gradients of inputs from {'a copy' if is_one else 'copies'} of {listed(list(stale))} "
+        f"step {number} computes gradients of inputs from {'a copy' if is_one else 'copies'} of {few_of(list(stale))} "
         f"that {'is' if is_one else 'are'} not the transpose of the FP8 weight{'' if is_one else 's'}: TE's optimizers "
         "update FP8 parameters under delayed scaling (te.quantized_model_init), but not their transposes, which GPUs "
         "before Blackwell read (TE 2.14 to 2.20.2)",
@@ -390,8 +391,7 @@ def stale_transposes(number: int, stale: Sequence[str]) -> Finding:
 
 def _list_micro_batches(places: Sequence[int]) -> str:
     """Return the numbers of micro-batches, counted from 1."""
-    more = f" and {len(places) - 4} more" if len(places) > 4 else ""
-    return "number " + ", ".join(str(i + 1) for i in places[:4]) + more
+    return f"number {few_of([str(i + 1) for i in places], 4)}"
 
 
 def factor_in_words(factor: float) -> str:
@@ -434,9 +434,9 @@ def some_scaled(
     others = len(factors) - len(off)
     if not off or (not others and len(of) == 1):
         return ""
-    told = "; ".join(f"{factor} times for {listed(some)}" for factor, some in list(of.items())[:3])
-    more = f"; and {len(of) - 3} more" if len(of) > 3 else ", and the others are right" if others else ""
-    return f"in step {number} gradients are multiples of the reference's: {told}{more}"
+    told = few_of([f"{factor} times for {few_of(some)}" for factor, some in of.items()], between="; ")
+    rest = ", and the others are right" if others and len(of) <= 3 else ""
+    return f"in step {number} gradients are multiples of the reference's: {told}{rest}"
 
 
 def _compute_relative_error(x: Tensor, right: Tensor, sized: Tensor) -> float:
@@ -524,13 +524,13 @@ def optimizer_explained(
             repair = (
                 "take another optimizer, or step FP32 copies; TE's FusedSGD, for one, does not step BF16 parameters"
             )
-        return repairable("optimizer", f"the candidate's optimizer does not step {listed(left_out)}", repair)
+        return repairable("optimizer", f"the candidate's optimizer does not step {few_of(left_out)}", repair)
     factors = [one.along for one in wrong]
     number, worst = len(history), max(wrong, key=lambda one: one.share)
     if written:
         return repairable(
             "optimizer",
-            f"in step {number} something writes to {listed(written)} after the optimizer's step, and {worst.name} "
+            f"in step {number} something writes to {few_of(written)} after the optimizer's step, and {worst.name} "
             f"differs from what the reference's optimizer makes of it, by {worst.share:.2g} of its step",
             "let nothing but the optimizer change weights",
         )
@@ -552,7 +552,7 @@ def optimizer_explained(
     off = {one.name for one in wrong}
     together = {name: parts for name, parts in fused.items() if off & set(parts)}
     if history[-1].is_whole and off <= {part for parts in together.values() for part in parts}:
-        holds = "; ".join(f"{name} holds {listed(parts)}" for name, parts in list(together.items())[:3])
+        holds = "; ".join(f"{name} holds {few_of(parts)}" for name, parts in list(together.items())[:3])
         return repairable(
             "optimizer",
             f"{holds}; the optimizer does not step each element independently, so its step of the fused parameter "
@@ -623,13 +623,7 @@ def _narrow_moments(narrow: Mapping[str, torch.dtype], largest: float) -> Findin
 
 def _name_wrong_parameters(wrong: Sequence[Deviation], own: Replay) -> str:
     """Return the parameters whose step is wrong, as text; empty if all are wrong."""
-    return f" of {listed([one.name for one in wrong])}" if len(wrong) < len(own.parameters) else ""
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first three names, and how many more there are."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return f" of {few_of([one.name for one in wrong])}" if len(wrong) < len(own.parameters) else ""
 
 
 def _is_right_update(update: Update, after: Named, dtype: torch.dtype) -> bool:
@@ -684,9 +678,9 @@ def _describe_setting(key: str, values: Mapping[str, Any], right: Mapping[str, M
     texts = []
     for both in dict.fromkeys(pairs.values()):
         of = [name for name, one in pairs.items() if one == both]
-        whose = f" for {listed(of)}" if len(of) < len(right) else ""
+        whose = f" for {few_of(of)}" if len(of) < len(right) else ""
         texts.append(f"{key}={_format_value(both[0])}{whose}, the reference's {_format_value(both[1])}")
-    return "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
+    return few_of(texts, between="; ")
 
 
 def _format_value(value: Any) -> str:
@@ -869,7 +863,7 @@ def lost_state(number: int, resumed: Resumption) -> Finding | None:
             f"{beginning}, though the file held everything: FP8 copies of the weights from before the load are kept",
             "call the module with is_first_microbatch=True, or None, once after each load",
         )
-    told = "; ".join(f"{what} ({_join_few(names)})" for what, names in lost.items())
+    told = "; ".join(f"{what} ({few_of(names, 2)})" for what, names in lost.items())
     evidence = f"{beginning}; {f'not restored: {told}' if lost else 'something that no state_dict holds is lost'}"
     return repairable("state-not-saved", evidence, _write_advice(lost))
 
@@ -889,7 +883,3 @@ def _write_advice(lost: Mapping[str, list[str]]) -> str:
 
 def _list_lost_names(saved: Mapping[str, bytes], restored: Mapping[str, bytes]) -> list[str]:
     return [name for name, digest in saved.items() if restored.get(name) != digest]
-
-
-def _join_few(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from parity.mistakes.codes import repairable
 from parity.passes.one_pass import Arguments, as_arguments
 from parity.result import Finding
-from parity.shown import raised
+from parity.shown import few_of, raised
 from parity.te.state import is_quantized
 from parity.trace.whose import Owner, is_of_te, module_of, users_line, whose
 from parity.trainings.courses import Beside, Computed
@@ -91,7 +91,7 @@ def replay_explained(replayed: Replayed) -> Finding | None:
     if number == 1 and replayed.without.changed_before:
         return repairable(
             "graph-differs",
-            f"the capture has changed {_join_few(replayed.without.changed_before)}",
+            f"the capture has changed {few_of(replayed.without.changed_before, 4)}",
             "let warm-up passes before a capture leave no trace: step no optimizer there, and restore the scales of "
             "delayed scaling, as make_graphed_callables does",
         )
@@ -105,7 +105,7 @@ def replay_explained(replayed: Replayed) -> Finding | None:
     if replayed.stepped.moved:
         return repairable(
             "graph-lost-gradient",
-            f"in step {number}, the optimizer does not read the gradients of {_join_few(replayed.stepped.moved)} where "
+            f"in step {number}, the optimizer does not read the gradients of {few_of(replayed.stepped.moved, 4)} where "
             "the graph writes them, which is the memory that grad had when the graph was captured",
             "change gradients in place; zero_grad(set_to_none=True) and parameter.grad = ... replace their memory",
         )
@@ -113,7 +113,7 @@ def replay_explained(replayed: Replayed) -> Finding | None:
         return repairable(
             "weight-cache-stale",
             f"step {number} of the graph computes gradients of inputs from copies of "
-            f"{_join_few(replayed.stepped.unmade)} that are not the transposes of the FP8 weights; "
+            f"{few_of(replayed.stepped.unmade, 4)} that are not the transposes of the FP8 weights; "
             "parameter._reset_caches() has no effect on a replay, which runs no Python",
             "call parameter._create_transpose() after each optimizer.step(), which writes the memory that the graph "
             "reads, or step FP32 copies of your own and copy_ them to the parameters",
@@ -131,7 +131,7 @@ def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
     """Return the finding on a step that nothing explains, and whether it names values that the graph may have kept."""
     number, differing = replayed.number, replayed.differing
     beginning = (
-        f"step {number} of the graph differs from that of the same training without a graph in {_join_few(differing)}"
+        f"step {number} of the graph differs from that of the same training without a graph in {few_of(differing, 4)}"
     )
     anew = replayed.without_graph(lambda trainee, at_capture: trainee.capture())
     if number == 1 or anew.differs_in(replayed.without.steps[number - 1]):
@@ -142,7 +142,7 @@ def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
         )
         return told, False
     changed = _find_changed_values(replayed)
-    was = f": since then, {_join_few([one.was for one in changed])}" if changed else ", FP8 weights or memory"
+    was = f": since then, {few_of([one.was for one in changed], 4)}" if changed else ", FP8 weights or memory"
     told = repairable(
         "graph-frozen-value",
         f"{beginning}, but a graph that is captured right before the step does not; so the graph keeps a number, a "
@@ -172,7 +172,7 @@ def _stale_input(replayed: Replayed) -> Finding | None:
             return repairable(
                 "graph-stale-input",
                 f"step {number} of the graph equals, bit for bit, the step without a graph if "
-                f"{_join_few([names[i] for i in chosen])} is {told}; a replay reads the memory that the capture read",
+                f"{few_of([names[i] for i in chosen], 4)} is {told}; a replay reads the memory that the capture read",
                 "copy each batch into the memory that was captured (static.copy_(batch)) before the replay",
             )
     return None
@@ -209,7 +209,7 @@ def _frozen_value(replayed: Replayed) -> Finding | None:
             return repairable(
                 "graph-frozen-value",
                 f"step {replayed.number} of the graph equals, bit for bit, the step without a graph if "
-                f"{_join_few([one.again for one in group])}; a graph keeps the numbers, branches and memory of its "
+                f"{few_of([one.again for one in group], 4)}; a graph keeps the numbers, branches and memory of its "
                 "capture",
                 "keep what changes in a tensor that is written in place, or capture again",
             )
@@ -223,10 +223,6 @@ def _find_changed_values(replayed: Replayed) -> list[Value]:
         for number in range(1, replayed.number + 1):
             replayed.without.made(trainee, number)
         return [one for one in at_capture if one.is_changed]
-
-
-def _join_few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 # Values that Python holds for a training, and that a CUDA graph freezes: numbers, and the addresses of tensors.
@@ -381,7 +377,7 @@ def offload_explained(beside: Beside, journal: Journal) -> Finding:
         or repairable(
             "offload-differs",
             f"step {beside.number} with offloading differs from that of the same training without it in "
-            f"{_join_few(differing)}",
+            f"{few_of(differing, 4)}",
             "compare each tensor that is read back with a copy that stays on the device",
         )
     )
@@ -422,7 +418,7 @@ def _changed_saved(beside: Beside) -> Finding | None:
     names = (own.get(id(x), f"a saved tensor of shape {'x'.join(map(str, x.shape))}") for x in changed)
     return repairable(
         "offload-stale-tensor",
-        f"in step {beside.number}, the port changes {_join_few(list(dict.fromkeys(names)))} after the forward pass has "
+        f"in step {beside.number}, the port changes {few_of(list(dict.fromkeys(names)), 4)} after the forward pass has "
         "saved it and before the backward pass reads it; without offloading, the backward pass reads the new values, "
         "and with it the old ones",
         "change weights and activations in place only after the backward pass",
