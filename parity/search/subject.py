@@ -36,7 +36,7 @@ _MEASURES: dict[str, Callable[[Failure], object]] = {
     "few outputs": lambda failure: few_outputs(failure) or any(one.numel == 1 for one in failure.outputs),
     "masked tokens": lambda failure: any(True for _ in kept_rows(failure)),
 }
-"""How the needs of ``parity.mistakes.codes.NEEDS`` are measured; one pass in one process has no training and no ranks."""
+"""How the needs of ``parity.mistakes.codes.NEEDS`` are measured; one pass in one process has no training or ranks."""
 
 
 def _calls(failure: Failure, *names: str) -> bool:
