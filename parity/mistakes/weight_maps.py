@@ -13,6 +13,7 @@ from itertools import chain, combinations, islice, permutations, product, takewh
 import torch
 from torch import Tensor
 
+from parity.case.patterns import collapsed
 from parity.case.weight_map import (
     Experts,
     InterleavedQKV,
@@ -472,7 +473,7 @@ class _Misread:
 def weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with one entry or by exchanging two."""
     for entries in _misread(of):
-        yield from (_hypothesis([entry], of.shapes) for entry in entries)
+        yield from (_hypothesis([entry], of) for entry in entries)
     yield from (_exchanged([exchange], of.shapes) for exchange in _exchanges(of))
     yield from (_used_twice([exchange], of.shapes) for exchange in _with_unused(of))
 
@@ -491,7 +492,7 @@ def repeated_weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
             same[key].append(entry)
             alike[what] += 1
     for entries in same.values():
-        yield from (_hypothesis(some, of.shapes) for some in _together(entries))
+        yield from (_hypothesis(some, of) for some in _together(entries))
     for exchanges in grouped(_exchanges(of), lambda one: one.kind).values():
         if len(exchanges) > 1:
             yield _exchanged(exchanges, of.shapes)
@@ -578,7 +579,7 @@ def filled_from(fills: Sequence[tuple[Side, Side, Callable[[Tensor], Tensor]]], 
     return read
 
 
-def _hypothesis(entries: Sequence[_Misread], shapes: Shapes) -> Hypothesis:
+def _hypothesis(entries: Sequence[_Misread], of: Mapped) -> Hypothesis:
     """Return the mistake of misreading all these entries alike."""
     first, *others = entries
     one = first.reading
@@ -586,8 +587,9 @@ def _hypothesis(entries: Sequence[_Misread], shapes: Shapes) -> Hypothesis:
     repair = one.repair
     if others:
         where += f" and {len(others)} more"
-        repair += f"; likewise for {', '.join(describe(entry.right) for entry in others)}"
-    read = filled_from([(entry.left, entry.left, entry.reading.change) for entry in entries], shapes)
+        alike = collapsed({entry.left: entry.right for entry in entries}, of.shapes, of.candidate_shapes).values()
+        repair += f"; likewise for {', '.join(describe(right) for right in alike if right != first.right)}"
+    read = filled_from([(entry.left, entry.left, entry.reading.change) for entry in entries], of.shapes)
     codes = [entry.reading.code for entry in entries]
     now, then = (
         tuple(chain.from_iterable(lines)) for lines in zip(*((one.now, one.then) for one in codes), strict=True)

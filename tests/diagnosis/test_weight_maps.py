@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import parity
 from parity import reference
 from parity.case.weight_map import Reorder, WeightMap, describe, reorder
+from parity.mistakes import weight_maps
 from tests.hf_models import Conv1D
 
 # A gated MLP and attention against TE's fused modules.
@@ -549,3 +550,16 @@ class QueryKeyNorms(nn.Module):
 def test_a_norm_that_is_used_for_both_queries_and_keys_is_told(same, title, precision):
     phrase = 'use "key_norm.weight" where the candidate uses "query_norm.weight" again' if same else ""
     tells_only(twins(QueryKeyNorms, dict(same=same), normal((2, 32, HIDDEN)), precision), title, phrase)
+
+
+def test_what_all_layers_have_in_common_is_told_once():
+    entries = {f"layers.{i}.fused.{kind}": f"layers.{i}.qkv.{kind}" for i in range(4) for kind in ("weight", "bias")}
+    ours, theirs = (
+        {name: (3 * WIDTH, WIDTH) if name.endswith("weight") else (3 * WIDTH,) for name in side}
+        for side in (entries, entries.values())
+    )
+    rows = frozenset(ours)
+    mapped = weight_maps.Mapped(entries, ours, theirs, weight_maps.Heads(4, 4, WIDTH // 4, rows))
+    repairs = [one.repair for one in weight_maps.repeated_weight_hypotheses(mapped)]
+    of_all = [repair for repair in repairs if "likewise" in repair and "layers.3" not in repair]
+    assert any(repair.endswith('likewise for "layers.{i}.qkv.weight", "layers.{i}.qkv.bias"') for repair in of_all)
