@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: parity parity-ranks test package versions te-matrix nvidia-tests mutants torture lint site clean
+.PHONY: parity parity-ranks test test-full package versions te-matrix nvidia-tests mutants torture lint site clean
 
 parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
 	$(VENV)/bin/parity run -n auto
@@ -10,8 +10,11 @@ parity: $(VENV)/ready  ## compare every case at every precision and write report
 parity-ranks: $(VENV)/ready  ## compare TE's modules over ranks and write reports/parity_ranks.md; a quarter of an hour on two cores
 	$(VENV)/bin/parity run examples/over_ranks.py -n auto -p fp32,bf16,fp8_delayed,fp8_current,fp8_block --name parity_ranks
 
-test: $(VENV)/ready  ## the harness's own tests, and every case
+test: $(VENV)/ready  ## the harness's own tests, and every case; of tests with several parameters, rows that cover their values and pairs of these
 	$(VENV)/bin/python -m pytest -n auto
+
+test-full: $(VENV)/ready  ## the same with every row
+	$(VENV)/bin/python -m pytest -n auto --full
 
 package: $(VENV)/ready  ## builds sdist and wheel, and tries the wheel; with FRESH=1 in an empty environment, which takes minutes
 	$(VENV)/bin/python scripts/check_package.py $(if $(FRESH),--fresh --constraints constraints.txt)

@@ -77,13 +77,14 @@ class Recorder:
             claim.told = self._add_to_summary
         if unfinished is not None:
             from parity.report.markdown import digest
+            from parity.report.numbers import plural
 
             self._uncollected = {each.node_id: each for each in unfinished.record.uncollected}
             self._digest = digest(unfinished.record)
             self._digest.uncollected = self._uncollected
             self._known = {(f"{each.path}::{each.item}", each.seed) for each in unfinished.record.results}
-            done, all_of_them = len(unfinished.finished), unfinished.record.environment.items
-            self._add_to_summary(f"went on with {self._record}, which had {done} of {all_of_them} items")
+            done, items = len(unfinished.finished), plural(unfinished.record.environment.items, "item")
+            self._add_to_summary(f"went on with {self._record}, which had {done} of {items}")
         if killer:
             self._add_to_summary(
                 f"compared in a worker, because the last run's process ended while it was comparing {killer}"
