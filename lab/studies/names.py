@@ -36,7 +36,7 @@ from parity.te import PRECISIONS, Backend
 
 # Numbers in messages may be estimates. They count as right within this relative difference.
 _CLOSE = 0.03
-_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
+_NUMBER = re.compile(r"(?<![\w.])(-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?)(%?)")
 # The errors before and after a repair, which are not constants of the port.
 _ERRORS = re.compile(r"falls from \S+ to \S+")
 
@@ -71,7 +71,8 @@ class Row:
         """Return whether a message contains the port's number, up to a few per cent."""
         if self.number is None:
             return True
-        told = (float(found.replace(",", "")) for found in _NUMBER.findall(_ERRORS.sub("", message)))
+        found = _NUMBER.findall(_ERRORS.sub("", message))
+        told = (float(number.replace(",", "")) / (100.0 if percent else 1.0) for number, percent in found)
         return any(abs(value - self.number) <= _CLOSE * abs(self.number) for value in told)
 
 

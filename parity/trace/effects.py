@@ -609,7 +609,7 @@ def _make_surrounding_entries() -> Iterator[_Entry]:
     yield _Entry(
         "whether Python collects garbage", gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()
     )
-    for stream in ("stdin", "stdout", "stderr"):
+    for stream in _STREAMS:
         yield _Entry(f"sys.{stream}", partial(getattr, sys, stream), partial(setattr, sys, stream), shown=False)
 
 
@@ -822,15 +822,41 @@ def undisturbed(seed: int | None = None) -> Iterator[Disturbed]:
     if seed is not None:
         _seed_generators(seed)
     try:
-        yield disturbed
+        with _streams_kept_open() as closed:
+            yield disturbed
     finally:
         # What follows calls Python's own functions, so these are restored before all else.
         others, _ = _BUILTINS.copy(), _BUILTINS.update(functions)
         disturbed.changed = [f"builtins.{name}" for name in functions if others.get(name) is not functions[name]]
-        disturbed.changed += before.changes(State.now(everything=True))
+        disturbed.changed += [*dict.fromkeys(closed), *before.changes(State.now(everything=True))]
         if disturbed.changed:
             disturbed.kept += before.restore()
         disturbed.kept += generators.restore()
 
 
 _BUILTINS = vars(builtins)
+
+
+@contextmanager
+def _streams_kept_open() -> Iterator[list[str]]:
+    """Keep the standard streams open within the context, since a closed one cannot be opened again.
+
+    Yields:
+        Descriptions of those that were to be closed.
+    """
+    closed: list[str] = []
+    kept = {name: vars(stream) for name in _STREAMS if hasattr(stream := getattr(sys, name), "__dict__")}
+    before = {name: own.get("close", _NONE) for name, own in kept.items()}
+    for name, own in kept.items():
+        own["close"] = partial(closed.append, f"sys.{name} (closed)")
+    try:
+        yield closed
+    finally:
+        for name, own in kept.items():
+            if before[name] is _NONE:
+                own.pop("close", None)
+            else:
+                own["close"] = before[name]
+
+
+_STREAMS = ("stdin", "stdout", "stderr")

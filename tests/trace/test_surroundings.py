@@ -186,6 +186,19 @@ def test_it_is_put_back_and_named(name: str) -> None:
     assert disturbed.kept == []
 
 
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_standard_stream_that_is_closed_stays_open_and_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull) as file:
+        monkeypatch.setattr(sys, name, file)
+        with undisturbed() as outer, undisturbed() as disturbed:
+            file.close()
+            assert not file.closed
+        assert disturbed.changed == [f"sys.{name} (closed)"]
+        assert outer.changed == []
+        file.close()
+        assert file.closed
+
+
 def test_finders_that_a_library_adds_while_it_is_imported_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     _find_known_entries()
