@@ -71,7 +71,7 @@ def _is_missed(title: str) -> bool:
         (_forget_mistakes if _is_of_mistakes(title) else _forget_findings)(patch, title)
         if files:
             options = ["-q", "-x", "-n", "0", "--tb=no", "--no-header", "--no-summary", "--rootdir", str(ROOT)]
-            pytest.main([*options, *map(str, files)], plugins=[run])
+            pytest.main(["--full", *options, *map(str, files)], plugins=[run])
     what = f"missed by {run.failed}" if run.failed else f"missed by none of the {run.chosen} tests that mention it"
     print(f"{title}: {what}", flush=True)
     return bool(run.failed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,21 +41,35 @@ def _list_combinations(row: Sequence[Hashable], together: int) -> Iterator[tuple
 
 
 def leave_out_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the rows that others cover, unless all are asked for, or tests by name."""
+    """Leave out rows that others cover, and slow ones (``slow.txt``), unless all are asked for, or tests by name.
+
+    Raises:
+        pytest.UsageError: if a line of ``slow.txt`` names no test of a file that was collected.
+    """
     if config.getoption("--full") or any("::" in one for one in config.args) or config.getoption("keyword"):
         return
     tests: dict[str, list[Any]] = {}
     for item in items:
         if hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-
-    left_out = set()
+    left_out = _find_slow_rows(items)
     for rows in tests.values():
         kept = choose_rows([_read_values(row) for row in rows])
         left_out |= set(rows) - {rows[i] for i in kept}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def _find_slow_rows(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    by_name = {item.nodeid: item for item in items}
+    files = {name.partition("::")[0] for name in by_name}
+    lines = (Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()
+    slow = [f"tests/{line}" for line in lines if not line.startswith("#")]
+    unknown = [name for name in slow if name not in by_name and name.partition("::")[0] in files]
+    if unknown:
+        raise pytest.UsageError(f"tests/slow.txt names no test: {unknown[0]}")
+    return {by_name[name] for name in slow if name in by_name}
 
 
 def _read_values(item: Any) -> dict[str, Hashable]:
