@@ -20,6 +20,7 @@ from parity.result import Histogram, Picture, Profile, TensorResult
 
 PARTS, PARTS_OF_A_PASS = 64, 16  # parts of an axis, at most
 BINS, FIRST, WIDTH = 40, -5.0, 0.25  # from 1/100,000 of the expected error to 100,000 times it, four bins a decade
+_BINS_OF_TWO = math.log10(2.0) / WIDTH  # how many bins a factor of two takes
 _FEWEST = 16  # elements that make a histogram worth drawing
 _CHUNK = 2**20  # elements whose logarithms are in memory at once
 
@@ -109,10 +110,11 @@ def _count_by_bin(values: Tensor, unit: float) -> tuple[tuple[int, ...], int]:
     """Return how many elements each bin has, and how many elements are 0."""
     counts, exact = values.new_zeros(BINS, dtype=torch.int64), 0
     for chunk in values.flatten().split(_CHUNK):
-        magnitudes = chunk[chunk != 0].abs().double() / unit
-        bins = ((magnitudes.log10() - FIRST) / WIDTH).floor().clamp(0, BINS - 1)
-        counts += torch.bincount(bins.long(), minlength=BINS)
-        exact += chunk.numel() - magnitudes.numel()
+        # FP32 is exact enough to tell bins apart, and its logarithms take a quarter of the time. That of 0 is -inf.
+        bins = (chunk.abs() / unit).float().log2_().mul_(_BINS_OF_TWO).sub_(FIRST / WIDTH).clamp_(0, BINS - 1)
+        counts += torch.bincount(bins.int(), minlength=BINS)
+        exact += chunk.numel() - int(chunk.count_nonzero())
+    counts[0] -= exact
     return tuple(counts.tolist()), exact
 
 
