@@ -22,7 +22,7 @@ from parity import api, comparison, reference, te
 from parity.case import registry, weight_map
 from parity.case.case import Case, Pair
 from parity.case.files import folder
-from parity.judge import asked
+from parity.judge import request
 from parity.numerics import blocked_attention
 from parity.passes import all_passes, prepare
 from parity.passes.one_pass import Pass
@@ -117,7 +117,7 @@ def install(device: torch.device, cpu: te.Kernels) -> None:
         return moved(tensors, device), unreached
 
     comparison.run_candidate = run_there
-    asked.run_candidate = run_there  # asked runs the candidate again
+    request.run_candidate = run_there  # the module request runs the candidate again
     te.kernels = lambda backend="auto": te.Kernels("cpu", device, cpu.te)
 
 
