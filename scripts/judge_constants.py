@@ -1,4 +1,4 @@
-"""Halve and double each number that is set by hand in ``parity/judge``, and count which verdicts change.
+"""Halve and double each number that is set by hand to judge passes and trainings, and count which verdicts change.
 
     python scripts/judge_constants.py [-o reports/judge_constants.md] [--only statistics._LEANING ...]
 
@@ -26,7 +26,6 @@ import pytest
 import torch
 from scipy import special
 
-import parity.judge
 from lab.studies import trainings
 from lab.zoo.bugs import BUGS
 from lab.zoo.planting import planted
@@ -66,10 +65,11 @@ class Number:
 
 @functools.cache
 def numbers() -> dict[str, Number]:
-    """Return every number that is written in ``parity/judge``, by module and name, such as ``limits.TIMES``."""
+    """Return every number by which passes and trainings are judged, by module and name, such as ``limits.TIMES``."""
     found = {}
-    for path in sorted(Path(parity.judge.__path__[0]).glob("*.py")):
-        module = importlib.import_module(f"parity.judge.{path.stem}")
+    of_trainings = (ROOT / "parity" / "trainings" / f"{name}.py" for name in ("band", "gathered", "step_verdicts"))
+    for path in [*sorted((ROOT / "parity" / "judge").glob("*.py")), *of_trainings]:
+        module = importlib.import_module(f"parity.{path.parent.name}.{path.stem}")
         lines = path.read_text(encoding="utf-8").splitlines()
         for node in ast.parse("\n".join(lines)).body:
             if isinstance(node, ast.Assign) and any(_is_number(each) for each in ast.walk(node.value)):
@@ -269,8 +269,8 @@ def passes_made_once() -> Iterator[None]:
     run_model = once(second_look.run_model, run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparison, "prepare", once(comparison.prepare, golden))
-        patch.setattr(comparison, "_candidate_run", once(comparison._candidate_run, of_port))
-        patch.setattr(comparison, "_seen_of_port", once(comparison._seen_of_port, of_port))
+        patch.setattr(comparison, "_run_candidate", once(comparison._run_candidate, of_port))
+        patch.setattr(comparison, "_observe_port", once(comparison._observe_port, of_port))
         patch.setattr(second_look, "kinks_moved", once(second_look.kinks_moved, of_port))
         patch.setattr(comparison, "run_model", run_model)
         patch.setattr(second_look, "run_model", run_model)
@@ -291,16 +291,16 @@ FROM = {
     "statistics._MEAN_ROUNDING": "derived: the mean over mantissas, not their root mean square",
     "statistics._FP32_STEPS": "reasoned: how many steps there are; not measured",
     "second_look.STILL_HOPELESS_MARGIN": "derived from the largest of 24 and of 4 draws; the threefold is by hand",
-    "steps.ARITHMETIC": "reasoned: above FP32's arithmetic (5e-5), below what a setting changes; not measured",
-    "steps._ROUNDINGS": "derived: ten roundings to FP32",
-    "steps._CAST": "derived: BF16's format",
+    "step_verdicts.ARITHMETIC": "reasoned: above FP32's arithmetic (5e-5), below what a setting changes; not measured",
+    "step_verdicts._ROUNDINGS": "derived: ten roundings to FP32",
+    "step_verdicts._CAST": "derived: BF16's format",
 }
 _FITTED = "read only when limits are fitted (`parity calibrate`)"
 UNREAD = {
     "directions._FP64": "directions are computed with the passes, which are kept",
     "band": "the band of a training's curves is for information; no verdict reads it",
     "candidate": "how often something is tried, and how much is told",
-    "over_ranks": "when ranks that hang are ended",
+    "gathered": "when ranks that hang are ended",
     "pictures": "pictures and notes; no verdict reads them",
     "judge.MOST_PICTURES": "how much is kept",
     "judge._FEW": "how much is told",
@@ -311,9 +311,9 @@ UNREAD = {
     "limits._FORMAT": "the number of a file's format",
     "limits._PASSES_ALL": "read only when a table of limits is read",
     "limits.TIMES": "read only for a user's own table of limits",
-    "steps._FEWEST_MOVED": "read only for buffers that a pass changes, which no port here has",
-    "steps._MULTIPLE": "like `steps._FEWEST_MOVED`",
-    "steps._OF_BUFFER": "like `steps._FEWEST_MOVED`",
+    "step_verdicts._FEWEST_MOVED": "read only for buffers that a pass changes, which no port here has",
+    "step_verdicts._MULTIPLE": "like `step_verdicts._FEWEST_MOVED`",
+    "step_verdicts._OF_BUFFER": "like `step_verdicts._FEWEST_MOVED`",
 }
 """The modules and numbers that no verdict of these ports reads, and why."""
 FACTORS = (0.5, 2.0)
@@ -360,7 +360,7 @@ def page(before: Mapping[str, Verdicts], after: Mapping[Judging, Verdicts], only
     )
     rows = []
     for key in only:
-        base = steps if key.startswith("steps.") else passes
+        base = steps if key.startswith("step_verdicts.") else passes
         cells = [
             _change(base, {one.precision: v for one, v in after.items() if (one.number, one.factor) == (key, by)})
             for by in FACTORS
@@ -437,7 +437,7 @@ def main() -> None:
     for one, verdicts in found.items():
         before[one.precision] |= {port: verdicts[port] for port in near[one.precision]}
     changes = [(key, by) for key in chosen.only for by in FACTORS]
-    of_steps = [change for change in changes if change[0].startswith("steps.")]
+    of_steps = [change for change in changes if change[0].startswith("step_verdicts.")]
     asked = [Judging(one.precision, one.ports, *change) for change in of_steps for one in trained]
     after = campaign.finished(asked) if chosen.draw else campaign.complete(asked, judged, "judging trainings anew")
     asked = [Judging(name, near[name], *one) for one in changes if one not in of_steps for name in near]
