@@ -222,8 +222,8 @@ def test_layers_of_two_kinds_pass(precision):
             "give TE rotary_base=10000; it rotates with base 1000000 in layers.0",
             "layers.1",
         ),
-        (dict(zero_centered=(False, True)), "gamma-shift", "1.k_norm.weight", "layer_norm"),
-        (dict(zero_centered=(True, False)), "gamma-shift", "1.qkv.layer_norm_weight", "k_norm"),
+        (dict(zero_centered=(False, True)), "gamma-shift", "{i}.k_norm.weight", "layer_norm"),
+        (dict(zero_centered=(True, False)), "gamma-shift", "{i}.qkv.layer_norm_weight", "k_norm"),
     ],
 )
 def test_what_one_kind_of_layers_has_of_the_other_is_told_of_this_kind_alone(port, title, phrase, not_told):
