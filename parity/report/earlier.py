@@ -102,7 +102,7 @@ def _checksum_files(files: Iterable[Path]) -> str:
 
 
 # Fields that differ between any two runs, that are measured on the machine, or that are compared in other ways.
-_ANY = ("date", "asked", "limits_compared", "golden", "limits", "threads")
+_ANY = ("date", "parity", "asked", "limits_compared", "golden", "limits", "threads")
 _LABELS = {"items": "the number of items", "cpu": "processor", "transformer_engine": "TransformerEngine"}
 
 

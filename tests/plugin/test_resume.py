@@ -77,6 +77,15 @@ def test_workers_go_on_as_well(pytester: pytest.Pytester, file: Path) -> None:
     assert sorted(recorded(pytester).results, key=key) == sorted(whole, key=key)
 
 
+def test_a_commit_or_an_edit_that_leaves_the_code_of_comparisons_as_it_was_makes_no_other_run(
+    pytester: pytest.Pytester, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(pytester, "my_pairs.py")
+    cut(file, 2)
+    monkeypatch.setattr("parity.report.environment.at_commit", lambda: " at commit abc1234 with changes")
+    assert run(pytester, "my_pairs.py", RESUME).ret == 1
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_that_had_finished_is_drawn_again_with_its_exit_code(
     pytester: pytest.Pytester, file: Path, workers: int
