@@ -37,13 +37,17 @@ KINDS = ("newest", "oldest")
 PINNED = ("torch", "transformer-engine")
 CASES = ("cases", "-q", "-p", "no:cacheprovider", "--parity-backend=cpu", "--parity-seeds=1")
 
-# A program that imports every module of parity. It prints how many there are, how many need torch or a package of an
-# extra, and what fails for other reasons.
+# A program that imports every module that is installed. It prints how many there are, how many need torch or a package
+# of an extra, and what fails for other reasons.
 IMPORTS = """
-import importlib, pkgutil, parity
+import importlib, pkgutil, parity, te_on_cpu
 
-found = pkgutil.walk_packages(parity.__path__, "parity.", onerror=lambda name: None)
-names = [module.name for module in found if not module.name.endswith("__main__")]
+found = [
+    module.name
+    for package in (parity, te_on_cpu)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None)
+]
+names = [name for name in found if not name.endswith("__main__")]
 absent, wrong = 0, []
 for name in names:
     try:

@@ -407,7 +407,7 @@ def exported(module: str) -> set[str]:
         for name, value in vars(importlib.import_module(module)).items()
         if not name.startswith("_")
         and name not in INTERNAL
-        and str(getattr(value, "__module__", "")).startswith(("transformer_engine", "parity."))
+        and str(getattr(value, "__module__", "")).startswith(("transformer_engine", "te_on_cpu."))
     }
 
 
