@@ -13,6 +13,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -67,11 +68,7 @@ def main() -> None:
     rows = [(f"files, lines, tokens of {name}", _describe_size(files)) for name, files in parts.items()]
     rows += [
         ("tokens a line of code in `parity/`", f"{_count_tokens(product) / _count_code_lines(product):.1f}"),
-        (
-            "private functions whose name is one word",
-            f"{one_word} of {len(private)}",
-        ),
-        ("modules of the core that import a wing", len(_list_imports_of_wings(imports))),
+        ("private functions whose name is one word", f"{one_word} of {len(private)}"),
         ("longest chain of imports", longest_chain(imports)),
         (
             "files with one importer",
@@ -121,35 +118,25 @@ def _describe_size(files: Sequence[Path]) -> str:
 
 
 def _count_tokens(files: Iterable[Path]) -> int:
-    """Return how many names, operators and numbers the files have; comments, texts and line ends do not count."""
-    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
-    return sum(each.type in kinds for file in files for each in _read_tokens(file))
+    return sum(len(_read_tokens(file)) for file in files)
 
 
 def _count_code_lines(files: Iterable[Path]) -> int:
-    """Return how many lines hold a token that counts."""
+    return sum(len({each.start[0] for each in _read_tokens(file)}) for file in files)
+
+
+@cache
+def _read_tokens(file: Path) -> list[tokenize.TokenInfo]:
+    """Return a file's names, operators and numbers; comments, texts and line ends do not count."""
     kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
-    return sum(len({each.start[0] for each in _read_tokens(file) if each.type in kinds}) for file in files)
-
-
-def _read_tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
-    return tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+    tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+    return [each for each in tokens if each.type in kinds]
 
 
 def _list_private_functions(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__"):
             yield node.name
-
-
-def _list_imports_of_wings(imports: Mapping[str, Iterable[str]]) -> set[str]:
-    """Return the modules of the core that import a wing; ``api``, the door to both, is not one of them."""
-
-    def room(module: str) -> str:
-        return f"{module}.".split(".")[1]
-
-    core = {name.removesuffix(".py") for name in CORE} - {"api"}
-    return {one for one, others in imports.items() if room(one) in core and any(room(each) in WINGS for each in others)}
 
 
 def _count_fragments(files: Iterable[Path]) -> tuple[int, int]:

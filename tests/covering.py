@@ -7,7 +7,7 @@ ever depends on more than two values at once (Kuhn, Wallace and Gallo, "Software
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def choose_rows(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
     if len(columns) < 2:
         return list(range(len(rows)))
     together = min(2, len(columns) - 1)
-    owed = [set(_list_combinations([column[i] for column in columns], together)) for i in range(len(rows))]
+    owed = [set(combinations(enumerate(column[i] for column in columns), together)) for i in range(len(rows))]
     chosen = []
     while any(owed):
         best = max(range(len(rows)), key=lambda i: len(owed[i]))
@@ -33,11 +33,6 @@ def choose_rows(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
         covered = set(owed[best])
         owed = [one - covered for one in owed]
     return sorted(chosen)
-
-
-def _list_combinations(row: Sequence[Hashable], together: int) -> Iterator[tuple[tuple[int, Hashable], ...]]:
-    """Yield each combination of so many parameters with their values."""
-    return combinations(enumerate(row), together)
 
 
 def leave_out_rows(config: pytest.Config, items: list[pytest.Item]) -> None:

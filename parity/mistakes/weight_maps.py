@@ -473,7 +473,7 @@ class _Misread:
 def weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with one entry or by exchanging two."""
     for entries in _misread(of):
-        yield from (_hypothesis([entry], of) for entry in entries)
+        yield from (_make_hypothesis([entry], of) for entry in entries)
     yield from (_exchanged([exchange], of.shapes) for exchange in _exchanges(of))
     yield from (_used_twice([exchange], of.shapes) for exchange in _with_unused(of))
 
@@ -492,7 +492,7 @@ def repeated_weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
             same[key].append(entry)
             alike[what] += 1
     for entries in same.values():
-        yield from (_hypothesis(some, of) for some in _together(entries))
+        yield from (_make_hypothesis(some, of) for some in _together(entries))
     for exchanges in grouped(_exchanges(of), lambda one: one.kind).values():
         if len(exchanges) > 1:
             yield _exchanged(exchanges, of.shapes)
@@ -579,7 +579,7 @@ def filled_from(fills: Sequence[tuple[Side, Side, Callable[[Tensor], Tensor]]], 
     return read
 
 
-def _hypothesis(entries: Sequence[_Misread], of: Mapped) -> Hypothesis:
+def _make_hypothesis(entries: Sequence[_Misread], of: Mapped) -> Hypothesis:
     """Return the mistake of misreading all these entries alike."""
     first, *others = entries
     one = first.reading

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from parity.numerics.errors import relative_l2
 from parity.numerics.factors import uneven
 from parity.passes.prepare import Prepared, calls_of
 from parity.result import Finding
+from parity.shown import few_of
 
 _MOST_TOLD = 4  # parameters, and explanations
 _SAME = 0.15  # the share of a tensor's norm that four bits lose; weights in another order differ by more than the norm
@@ -32,7 +32,7 @@ def held_findings(prepared: Prepared) -> tuple[Finding, ...]:
     unlike = prepared.unlike
     if not unlike:
         return ()
-    which = _and_more([_off(name, prepared) for name in list(unlike)[:_MOST_TOLD]], len(unlike))
+    which = few_of([_off(name, prepared) for name in unlike], _MOST_TOLD)
     try:
         readings = _readings(prepared)
     except Exception:  # the weights differ, whether or not that can be explained
@@ -64,12 +64,6 @@ def _off(name: str, prepared: Prepared) -> str:
     return f'"{name}" ({off})'
 
 
-def _and_more(listed: Sequence[str], count: int) -> str:
-    """Return the listed names as text, and how many more there are."""
-    more = f" and {count - len(listed)} more" if count > len(listed) else ""
-    return ", ".join(listed) + more
-
-
 def _readings(prepared: Prepared) -> list[tuple[Hypothesis, set[str]]]:
     """Return other readings of the map's entries under which the weights are right, with the parameters they explain.
 
@@ -97,7 +91,7 @@ def _readings(prepared: Prepared) -> list[tuple[Hypothesis, set[str]]]:
 
 def _told(hypothesis: Hypothesis, parameters: set[str]) -> str:
     named = f"{CODES[hypothesis.title]} {hypothesis.title}"
-    listed = _and_more(sorted(parameters)[:_MOST_TOLD], len(parameters))
+    listed = few_of(sorted(parameters), _MOST_TOLD)
     return f"Its {listed} would be right if you {hypothesis.repair} ({named})"
 
 

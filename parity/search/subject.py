@@ -18,10 +18,11 @@ from parity.mistakes.rotation import rotations
 from parity.search.failure import Failure, few_outputs
 from parity.search.reruns import kept_rows
 
+_ANGLES = {"cos", "sin", "polar"}  # functions of which tables of angles are made
 _MEASURES: dict[str, Callable[[Failure], object]] = {
     "nothing": lambda failure: True,
     "attention": lambda failure: weighings(failure.trace),
-    "rotations": lambda failure: rotations(failure.trace) or _calls(failure, "cos", "sin", "polar"),
+    "rotations": lambda failure: rotations(failure.trace) or _ANGLES & {call.name for call in failure.trace.calls},
     "norms": lambda failure: norms(failure.trace),
     "gated units": lambda failure: gated_units(failure.trace),
     "experts": lambda failure: routers(failure.trace) or has_experts(failure.prepared.weights),
@@ -37,10 +38,6 @@ _MEASURES: dict[str, Callable[[Failure], object]] = {
     "masked tokens": lambda failure: any(True for _ in kept_rows(failure)),
 }
 """How the needs of ``parity.mistakes.codes.NEEDS`` are measured; one pass in one process has no training or ranks."""
-
-
-def _calls(failure: Failure, *names: str) -> bool:
-    return any(call.name in names for call in failure.trace.calls)
 
 
 def has(failure: Failure, need: str) -> bool:

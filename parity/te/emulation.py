@@ -13,7 +13,6 @@ from te_on_cpu.versions import NEWEST, OLDEST
 __all__ = [
     "NEWEST",
     "OLDEST",
-    "_as_user_errors",
     "check_environment",
     "cuda",
     "fp8_dtype",
