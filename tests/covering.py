@@ -36,7 +36,10 @@ def choose_rows(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
 
 
 def leave_out_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out rows that others cover, and slow ones (``slow.txt``), unless all are asked for, or tests by name.
+    """Leave out rows that others cover and slow ones, unless all are asked for, or tests by name.
+
+    Slow are those that ``slow.txt`` names and those marked ``only_full``.
+
 
     Raises:
         pytest.UsageError: if a line of ``slow.txt`` names no test of a file that was collected.
@@ -47,7 +50,7 @@ def leave_out_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = _find_slow_rows(items)
+    left_out = _find_slow_rows(items) | {item for item in items if item.get_closest_marker("only_full")}
     for rows in tests.values():
         kept = choose_rows([_read_values(row) for row in rows])
         left_out |= set(rows) - {rows[i] for i in kept}

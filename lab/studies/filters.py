@@ -18,10 +18,10 @@ import torch
 from scipy import special
 from torch import Tensor, nn
 
+from lab.corpus import models
+from lab.corpus.catalogue import MODELS
 from lab.studies import reporting
-from lab.studies.names import ROWS, Judgement, said_of
-from lab.studies.rows import ports
-from lab.studies.rows.ports import port
+from lab.studies.names import Judgement, said_of
 from lab.studies.settings import check_names
 from parity import te
 from parity.case.validate import check_case
@@ -53,7 +53,7 @@ class Settings:
         precisions: the precisions at which every wrong port is judged.
         seed: the seed of weights and inputs.
         runs: how many runs of the rounding model to make, each with its roundings drawn anew.
-        rows: names in ``ROWS``; empty for all.
+        rows: names of ports in ``lab/corpus/model_ports.py``; empty for all.
     """
 
     precisions: tuple[str, ...] = ("bf16", "fp8_current")
@@ -71,7 +71,7 @@ class Wrong:
     """A wrong port at a precision.
 
     Attributes:
-        row: a name in ``ROWS``.
+        row: a port's name.
         precision: a name in ``PRECISIONS``.
         seed: the seed of weights and inputs.
         runs: as in ``Settings``.
@@ -104,6 +104,9 @@ class Seen:
     joined: FourDigits = 0.0
 
 
+_ROWS = {port.name: port for ports in MODELS.values() for port in ports}
+
+
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Wrong, Seen], Settings]:
     """Measure what is missing from the folder's record, in this process.
 
@@ -114,7 +117,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Wrong, Seen], Se
         UserError: if a precision is unknown.
     """
     check_names("precisions", settings.precisions, PRECISIONS)
-    rows = [name for name in settings.rows if name] or list(ROWS)
+    rows = [name for name in settings.rows if name] or list(_ROWS)
     jobs = [Wrong(row, name, settings.seed, settings.runs) for name in settings.precisions for row in rows]
     campaign: Campaign[Wrong, Seen] = Campaign(folder / RECORD, Seen, code=record.code_of(__name__))
     threads = torch.get_num_threads()
@@ -127,17 +130,17 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Wrong, Seen], Se
 
 def seen(one: Wrong) -> Seen:
     """Judge a wrong port and, if it passes, measure how visible its mistake is."""
-    row = ROWS[one.row]
+    row = _ROWS[one.row]
     said = said_of(Judgement(one.row, row.host, one.precision, one.seed, searched=False))
     if said.status != "passed":
         return Seen(said.status, said.margin)
     kernels, precision = te.kernels("cpu"), PRECISIONS[one.precision]
-    case = port(row.host, None)
+    case = row.right
     (checked,) = check_case(case, kernels.te)
     with usual_modes():
         prepared = prepare(case, checked, precision.dtype, one.seed, kernels)
         golden = {key: x.double() for key, x in golden_tensors(prepared).items()}
-        changes = _changes(row.host, row.mistake, prepared)
+        changes = _changes(row.host.removeprefix("models."), row.change, prepared)
         drawn = drawn_runs(prepared, precision.rounding, one.runs)
     told = [key for key, change in changes.items() if change.norm() > _IN_FP32 * golden[key].norm()]
     if not told:
@@ -212,15 +215,15 @@ class _Attention(nn.Module):
 _PLAIN = SimpleNamespace(Linear=nn.Linear, RMSNorm=nn.RMSNorm, LayerNorm=nn.LayerNorm, DotProductAttention=_Attention)
 
 
-def _changes(host: str, mistake: ports.Mistake, prepared: Prepared) -> Tensors:
+def _changes(host: str, mistake: models.Mistake, prepared: Prepared) -> Tensors:
     right, wrong = (_in_fp64(host, one, prepared) for one in (None, mistake))
     return {key: wrong[key] - x for key, x in right.items()}
 
 
-def _in_fp64(host: str, mistake: ports.Mistake | None, prepared: Prepared) -> Tensors:
-    candidate = ports.modules(cast(Any, _PLAIN), host, mistake)[1].double()
+def _in_fp64(host: str, mistake: models.Mistake | None, prepared: Prepared) -> Tensors:
+    candidate = models.modules(cast(Any, _PLAIN), host, mistake)[1].double()
     weights = dict(prepared.reference.double().named_parameters())
-    theirs = ports.names_in_port(list(weights), candidate)
+    theirs = models.names_in_port(list(weights), candidate)
     with torch.no_grad():
         for name, weight in candidate.named_parameters():
             weight.copy_(weights[theirs[name]])
@@ -292,4 +295,4 @@ def _sections(found: Mapping[Wrong, Seen], settings: Settings) -> Iterator[str]:
 def _row(one: Wrong, seen: Seen) -> list[str]:
     enough = "yes" if seen.joined > LIMIT + 2 else "hardly" if seen.joined > LIMIT else "no"
     numbers = (f"{number:.2g}" for number in (seen.norm_ratio, seen.ratio, seen.joined))
-    return [one.row, ROWS[one.row].host, f"{seen.margin:.2g}", seen.best, *numbers, enough]
+    return [one.row, _ROWS[one.row].host, f"{seen.margin:.2g}", seen.best, *numbers, enough]

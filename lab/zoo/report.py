@@ -14,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lab.zoo.bugs import BUGS, subject
+from lab.corpus.catalogue import PORTS, group_of
 from lab.zoo.rivals import RULES
 from lab.zoo.trial import CLEAN, LEAST_SEEDS, Plan, Trial, Verdict, filter_ratio
 from parity import te
@@ -105,7 +105,7 @@ def rejected_tensors(verdicts: Iterable[tuple[Trial, Verdict]], method: str) -> 
 def named_first(verdicts: Iterable[tuple[Trial, Verdict]]) -> Count:
     """Count detected bugs whose first finding is the planted one."""
     detected = [(trial, verdict) for trial, verdict in verdicts if verdict.detected]
-    hits = sum(verdict.findings[:1] == (BUGS[trial.bug].finding,) for trial, verdict in detected)
+    hits = sum(bool({*verdict.findings[:1]} & {*PORTS[trial.bug, trial.host].titles}) for trial, verdict in detected)
     return Count(hits, len(detected))
 
 
@@ -195,8 +195,8 @@ def _power(axes: Axes, verdicts: Verdicts) -> None:
 
 
 _METHOD = f"""\
-- **A bug** is a small change to a right port: to the TE module, its weights, its weight map or its call
-  (`lab/zoo/bugs/`). Each is planted in its hosts (`parity/measuring/hosts/`) wherever it changes the result.
+- **A bug** is a small change to a right port: to the TE module, its weights, its weight map or its call, or to the
+  numbers and choices of a model (`lab/corpus/`). Each is planted wherever it changes the result.
 - **Told apart**: the port with the bug is rejected and the right port is not, on the same weights and inputs: a rule
   that rejects everything detects nothing. A port is rejected if one of its tensors is: an output, an input's gradient,
   a parameter's gradient. Every rule sees the same tensors; a *check* is one tensor of one right port.
@@ -259,8 +259,9 @@ def _setting(verdicts: Verdicts, plan: Plan) -> str:
     backend = next((verdict.backend for verdict in verdicts.values() if verdict.status != "error"), "cpu")
     device = gpu_name() if backend == "gpu" else f"an {emulation.gpu_name()}, on {cpu_model()}"
     sizes = ", ".join(f"{size} size with {plural(count, 'seed')}" for size, count in plan.seeds.items())
+    bugs = plural(len({port.name for port in plan.ports}), "bug")
     return (
-        f"{plural(len(plan.bugs), 'bug')} in {plural(len(plan.hosts), 'right port')}, at {sizes}: "
+        f"{bugs} in {plural(len(plan.hosts), 'right port')}, at {sizes}: "
         f"{len(verdicts):,} trials. Kernels: {KERNELS[backend]}; {device}; "
         f"TransformerEngine {te.version()}, torch {torch.__version__}."
     )
@@ -295,11 +296,10 @@ def _bugs(verdicts: Verdicts, plan: Plan) -> str:
     for place, found in by_place(verdicts).items():
         trials[place.bug, place.host, place.precision] += found
     rows = []
-    for bug in plan.bugs:
-        for host in bug.hosts:
-            cells = [_cell(verdicts, trials.get((bug.name, host, name), [])) for name in plan.precisions]
-            if any(cells):
-                rows.append([subject(bug), f"`{bug.name}`", f"`{host}`", *cells])
+    for port in plan.ports:
+        cells = [_cell(verdicts, trials.get((*port.key, name), [])) for name in plan.precisions]
+        if any(cells):
+            rows.append([group_of(port), f"`{port.name}`", f"`{port.host}`", *cells])
     return markdown_table(rows, ["subject", "bug", "host", *(f"`{precision}`" for precision in plan.precisions)])
 
 

@@ -15,9 +15,9 @@ import torch
 from pydantic import PlainSerializer
 from torch import Tensor
 
+from lab.corpus.catalogue import PLANTED, PORTS, RIGHT, choose_ports
+from lab.corpus.port import Port, at_size
 from lab.zoo import rivals
-from lab.zoo.bugs import BUGS, chosen
-from lab.zoo.planting import Bug, planted
 from lab.zoo.rivals import Tensors
 from parity import te
 from parity.case.case import Case
@@ -25,7 +25,6 @@ from parity.case.validate import CheckedSize, check_case
 from parity.comparison import compare_at, judge_at
 from parity.judge.limits import Table, packaged
 from parity.machine.process import processes
-from parity.measuring.hosts import HOSTS
 from parity.measuring.hosts.host import SIZES
 from parity.measuring.record import Campaign, write_sections
 from parity.numerics.kernel_choices import CHOICES, KernelChoice
@@ -118,7 +117,7 @@ class Trial:
     """A port to judge.
 
     Attributes:
-        bug: the bug's name in the catalogue, or ``CLEAN``.
+        bug: the wrong port's name in the corpus, or ``CLEAN`` for a right one.
         host: the host's name.
         size: ``small`` or ``large``.
         precision: a name in ``parity.te.PRECISIONS``.
@@ -193,9 +192,7 @@ def judge(trial: Trial, kernels: Kernels) -> Verdict:
 
 def _judge(trial: Trial, kernels: Kernels) -> Verdict:
     precision = PRECISIONS[trial.precision]
-    host = at_size(HOSTS[trial.host], trial.size)
-    bug = BUGS[trial.bug] if trial.bug else None
-    case = planted(bug, host) if bug else host
+    right, case = at_size(RIGHT[trial.host], trial.size), case_of(trial)
     (checked,) = check_case(case, kernels.te)
     # The search has no time limit here, so that it finds the same on every machine.
     result = compare_at(case, checked, precision, trial.seed, kernels, _calibration())
@@ -218,7 +215,7 @@ def _judge(trial: Trial, kernels: Kernels) -> Verdict:
         tensors=len(golden),
         failed_tensors=sum(not tensor.passed for tensor in result.tensors),
         rejected={name: len(rivals.rejected(rule, compared)) for name, rule in rivals.RULES.items()},
-        signals=_signals(bug, ran, host, precision, trial.seed, kernels) if bug else {},
+        signals=_signals(PORTS[trial.bug, trial.host], ran, right, precision, trial.seed, kernels) if trial.bug else {},
         seconds=result.seconds,
         backend=kernels.backend,
         messages=tuple(finding.message for finding in result.findings),
@@ -230,9 +227,10 @@ def _calibration() -> Table:
     return packaged()
 
 
-def at_size(host: Case, size: str) -> Case:
-    """Return a host with only this size."""
-    return dataclasses.replace(host, sizes=(host.sizes[SIZES.index(size)],))
+def case_of(trial: Trial) -> Case:
+    """Return a trial's port at its size."""
+    case = PORTS[trial.bug, trial.host].case if trial.bug else RIGHT[trial.host]
+    return at_size(case, trial.size)
 
 
 def _run(case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels) -> _Ran:
@@ -241,13 +239,13 @@ def _run(case: Case, checked: CheckedSize, precision: Precision, seed: int, kern
 
 
 def _signals(
-    bug: Bug, mistaken: _Ran, host: Case, precision: Precision, seed: int, kernels: Kernels
+    port: Port, mistaken: _Ran, host: Case, precision: Precision, seed: int, kernels: Kernels
 ) -> dict[str, Signal]:
     (checked,) = check_case(host, kernels.te)
     right = _run(host, checked, precision, seed, kernels)
     golden = rivals.golden(right.prepared)
     noise = rivals.difference(right.candidate, golden)
-    if not bug.occurs_at("fp32"):
+    if not port.occurs_at("fp32"):
         error = rivals.difference(mistaken.candidate, golden)
         return {name: measure_added(error[name], noise[name]) for name in error.keys() & noise.keys()}
     effect = rivals.difference(_in_fp32(mistaken, seed, kernels), _in_fp32(right, seed, kernels))
@@ -270,16 +268,19 @@ class Plan:
     """Say what a run judges.
 
     Attributes:
-        bugs: the bugs to plant, each in all of its hosts.
-        hosts: the right ports to judge as well.
-        precisions: the precisions of all trials, as far as the bug can occur there.
+        ports: the wrong ports to judge; their hosts' right ports are judged as well.
+        precisions: the precisions of all trials, as far as the mistake can occur there.
         seeds: for each size, ``small`` or ``large``, how many seeds of weights and inputs, from 0.
     """
 
-    bugs: tuple[Bug, ...]
-    hosts: tuple[str, ...]
+    ports: tuple[Port, ...]
     precisions: tuple[str, ...]
     seeds: Mapping[str, int]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The ports' hosts, each once."""
+        return tuple(dict.fromkeys(port.host for port in self.ports))
 
     def trials(self) -> list[Trial]:
         """Return all trials, right ports first."""
@@ -290,7 +291,7 @@ class Plan:
             for precision in self.precisions
         ]
         clean = [Trial(CLEAN, host, *place) for place in places for host in self.hosts]
-        mistaken = [Trial(bug.name, host, *place) for place in places for bug in self.bugs for host in bug.hosts]
+        mistaken = [Trial(port.name, port.host, *place) for place in places for port in self.ports]
         return [trial for trial in clean + mistaken if occurs(trial)]
 
 
@@ -300,14 +301,14 @@ def planned(
     """Return the plan that a user asks for, and the precisions that this machine cannot run, each with the reason.
 
     Args:
-        pattern: a shell pattern of bugs' names.
+        pattern: a shell pattern of names of ports, hosts or groups of the corpus.
         precisions: their names; empty for all that this machine runs.
         sizes: names in ``SIZES``; empty for both.
         seeds: how many seeds, from 0: one number for each size, or one for all.
 
     Raises:
-        UserError: if a bug, precision or size is unknown, if seeds and sizes do not match, or if this machine runs
-            none of the precisions.
+        UserError: if no port has such a name, a precision or size is unknown, seeds and sizes do not match, or this
+            machine runs none of the precisions.
     """
     check_precisions(precisions, "--precision")
     unknown = [name for name in sizes if name not in SIZES]
@@ -318,12 +319,12 @@ def planned(
     available = tuple(name for name in asked if name not in left_out)
     if not available:
         raise UserError(f"this machine runs none of {', '.join(asked)}: {left_out[asked[0]]}")
-    bugs = chosen(pattern)
+    ports = tuple(port for port in choose_ports(pattern) if port.titles)
     of_sizes = tuple(sizes) or SIZES
     if len(seeds) not in (1, len(of_sizes)) or min(seeds) < 1:
         raise UserError(f"--seeds must be a count for all sizes or one for each of {', '.join(of_sizes)}, at least 1")
     counts = dict(zip(of_sizes, [*seeds] * len(of_sizes) if len(seeds) == 1 else seeds, strict=True))
-    return Plan(bugs, hosts_of(bugs), available, counts), left_out
+    return Plan(ports, available, counts), left_out
 
 
 def run(plan: Plan, path: Path, workers: int) -> dict[Trial, Verdict]:
@@ -357,15 +358,12 @@ def _judge_here(trial: Trial) -> Verdict:
 
 
 def occurs(trial: Trial) -> bool:
-    """Return whether a trial's host runs at its precision, and its bug can occur there."""
-    if not HOSTS[trial.host].runs_at(trial.precision):
+    """Return whether a trial's host has its size and runs at its precision, and its mistake can occur there."""
+    if SIZES.index(trial.size) >= len(RIGHT[trial.host].sizes):
         return False
-    return trial.bug == CLEAN or BUGS[trial.bug].occurs_at(trial.precision)
-
-
-def hosts_of(bugs: Iterable[Bug]) -> tuple[str, ...]:
-    """Return each host of the bugs once."""
-    return tuple(dict.fromkeys(host for bug in bugs for host in bug.hosts))
+    if trial.bug == CLEAN:
+        return RIGHT[trial.host].runs_at(trial.precision)
+    return PORTS[trial.bug, trial.host].occurs_at(trial.precision)
 
 
 # The cost of allowing for choices that other faithful kernels may make: right ports rejected, and bugs detected.
@@ -395,8 +393,7 @@ class Asked:
 def is_rejected(asked: Asked) -> bool | None:
     """Judge a trial without searching for the cause, and return None if it could not be compared."""
     trial, kernels = asked.trial, te.kernels("cpu")
-    host = at_size(HOSTS[trial.host], trial.size)
-    case = planted(BUGS[trial.bug], host) if trial.bug else host
+    case = case_of(trial)
     (checked,) = check_case(case, kernels.te)
     attention: AttentionBackend | None = "unfused" if asked.kernels == ATTENTION_16_BIT_SUMS else None
     with kernel_choices(*([asked.kernels] if asked.kernels else [])):
@@ -418,8 +415,8 @@ def asked_of(seeds: int) -> list[Asked]:
     """List everything to judge, at the zoo's small size."""
     tried = {choice.name: precision for choice in CHOICES if (precision := shown(choice)) is not None}
     precisions = tuple(dict.fromkeys(tried.values()))
-    bugs = tuple(BUGS.values())
-    trials = Plan(bugs, hosts_of(bugs), precisions, {"small": seeds}).trials()
+    ports = tuple(port for ports in PLANTED.values() for port in ports)
+    trials = Plan(ports, precisions, {"small": seeds}).trials()
     places = [(_NO_CHOICE, precision) for precision in precisions] + list(tried.items())
     return [
         Asked(trial, kernels, granted)

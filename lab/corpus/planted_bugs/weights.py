@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import Tensor, nn
 
-from lab.zoo.planting import (
+from lab.corpus.planting import (
     Bug,
     Call,
     Change,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lab.zoo.planting import (
+from lab.corpus.planting import (
     Bug,
     Call,
     Plant,

@@ -1,4 +1,4 @@
-"""Plant bugs in right ports: by constructor, weight map or call."""
+"""Plant bugs in the packaged hosts: by constructor, weight map or call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lab.corpus.port import Port
 from parity.case.case import Case, Pair
 from parity.case.weight_map import Side, WeightMap
+from parity.measuring.hosts import HOSTS
 from parity.measuring.hosts.host import reconstructed
 from parity.reference import Attention
 
@@ -48,9 +50,13 @@ class Bug:
     finding: str
     precisions: tuple[str, ...] | None = None
 
-    def occurs_at(self, precision: str) -> bool:
-        """Return whether the mistake can be made at a precision."""
-        return self.precisions is None or precision in self.precisions
+    def ports(self) -> tuple[Port, ...]:
+        """Return the port with the bug of each host."""
+        told = dict(titles=(self.finding,), change=self, summary=self.summary, precisions=self.precisions, others=True)
+        return tuple(
+            Port(self.name, host, planted(self, HOSTS[host]), HOSTS[host], **told)  # type: ignore[arg-type]
+            for host in self.hosts
+        )
 
 
 def planted(bug: Bug, host: Case) -> Case:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from lab.zoo.planting import (
+from lab.corpus.planting import (
     ONE_SCALE_A_TENSOR,
     QUANTIZED,
     STORED_IN_16_BITS,

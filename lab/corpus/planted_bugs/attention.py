@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from lab.zoo.planting import (
+from lab.corpus.planting import (
     STORED_IN_16_BITS,
     Bug,
     Call,

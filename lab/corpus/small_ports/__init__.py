@@ -1,0 +1,12 @@
+"""Small modules and their ports, a page for each subject."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lab.corpus.port import Port
+from lab.corpus.small_ports import modulation
+
+BY_SUBJECT: Mapping[str, tuple[Port, ...]] = {
+    "modulation": modulation.PORTS,
+}
