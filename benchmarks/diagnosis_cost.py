@@ -8,29 +8,24 @@ compared with empty caches. The times are processor time, of the check and of th
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import torch
 from measuring import Measure, machine, median, parser, processor_seconds, report
 
-from lab.zoo.bugs import BUGS
-from lab.zoo.planting import Bug, planted
-from lab.zoo.trial import Trial, occurs
+from lab.corpus.catalogue import PLANTED
+from lab.corpus.port import Port, at_size
 from parity import comparison, te
 from parity.case.validate import check_case
 from parity.judge.limits import packaged
-from parity.measuring.hosts import HOSTS
-from parity.measuring.hosts.host import SIZES
 from parity.passes.prepare import forget
 from parity.search import explanation
 from parity.te import PRECISIONS
 
 
-def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, float, str] | None:
+def diagnosed(bug: Port, precision: str, kernels: te.Kernels) -> tuple[float, float, str] | None:
     """Return the seconds of the check and of its diagnosis, and the first finding; None if the check passes."""
-    host = HOSTS[bug.hosts[0]]
-    case = planted(bug, dataclasses.replace(host, sizes=host.sizes[:1]))
+    case = at_size(bug.case, "small")
     (checked,) = check_case(case, kernels.te)
     explain, seconds = explanation.explain, []
 
@@ -63,17 +58,18 @@ def main() -> None:
     torch.set_num_threads(1)
     kernels = te.kernels()
     rows, ratios = [], []
-    for name, bug in BUGS.items():
+    first = {bug.name: bug for ports in PLANTED.values() for bug in reversed(ports)}
+    for name, bug in first.items():
         if arguments.bugs and not any(part in name for part in arguments.bugs):
             continue
-        if not occurs(Trial(name, bug.hosts[0], SIZES[0], arguments.precision, 0)):
+        if not bug.occurs_at(arguments.precision):
             continue
         found = diagnosed(bug, arguments.precision, kernels)
         if found is None:
             continue
         check, diagnosis, finding = found
         ratios.append(diagnosis / check)
-        rows.append((name, bug.hosts[0], finding, f"{check:.2f}", f"{diagnosis:.2f}", f"{ratios[-1]:.1f}"))
+        rows.append((name, bug.host, finding, f"{check:.2f}", f"{diagnosis:.2f}", f"{ratios[-1]:.1f}"))
     rows.sort(key=lambda row: -float(row[-1]))
     report(
         __doc__,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from measuring import Measure, machine, median, parser, report
 from torch import Tensor, nn
 
-from lab.studies.rows import ports
+from lab.corpus import models
 from parity import te
 from parity.case.case import Case, Pair, Rng
 from parity.case.validate import check_case
@@ -54,7 +54,7 @@ PLACES = {
     "attention": "o_proj",
     "norm_mlp": "inner.up_proj",
 }
-"""The submodule of each host that is changed. All but ``llama_loss`` are hosts of ``lab.studies.rows.ports``."""
+"""The submodule of each host that is changed. All but ``llama_loss`` are hosts of ``lab.corpus.models``."""
 
 
 def _size(x: Tensor) -> Tensor:
@@ -102,16 +102,16 @@ def strange_port(host: str, change: Callable[[Tensor], Tensor]) -> Case:
     """Return a host whose port has a submodule with a changed output."""
 
     def factory(kernels: ModuleType) -> Pair:
-        reference, candidate = ports.modules(kernels, host.removesuffix("_loss"), None)
+        reference, candidate = models.modules(kernels, host.removesuffix("_loss"), None)
         if host.endswith("_loss"):
             reference, candidate = _WithLoss(reference), _WithLoss(candidate)
         candidate.get_submodule(PLACES[host]).register_forward_hook(lambda module, given, returned: change(returned))
-        theirs = ports.names_in_port([name for name, _ in reference.named_parameters()], candidate)
+        theirs = models.names_in_port([name for name, _ in reference.named_parameters()], candidate)
 
         def inputs(rng: Rng) -> Tensor:
             if host in ("experts", "attention", "norm_mlp"):
-                return rng.normal(ports.BATCH, ports.SEQ, ports.HIDDEN)
-            return rng.integers(ports.BATCH, ports.SEQ, high=ports.VOCABULARY)
+                return rng.normal(models.BATCH, models.SEQ, models.HIDDEN)
+            return rng.integers(models.BATCH, models.SEQ, high=models.VOCABULARY)
 
         return Pair(reference, candidate, weights={right: name for name, right in theirs.items()}, inputs=inputs)
 

@@ -26,10 +26,9 @@ import pytest
 import torch
 from scipy import special
 
+from lab.corpus.catalogue import PLANTED, PORTS
+from lab.corpus.port import at_size
 from lab.studies import trainings
-from lab.zoo.bugs import BUGS
-from lab.zoo.planting import planted
-from lab.zoo.trial import at_size
 from parity import comparison, te
 from parity.case.validate import check_case
 from parity.judge import limits, second_look, statistics
@@ -201,8 +200,8 @@ def _verdict(port: str, precision: str) -> tuple[str, float]:
         said = trainings.said_of(_trainings(precision)[port])
         return said.status, said.margin if math.isfinite(said.margin) else math.nan
     bug, _, host = port.rpartition(" in ")
-    case = at_size(HOSTS[host], "small") if host in HOSTS else MODELS[host]
-    case = dataclasses.replace(planted(BUGS[bug], case) if bug else case, name=port)
+    case = at_size(PORTS[bug, host].case if bug else HOSTS[host], "small") if host in HOSTS else MODELS[host]
+    case = dataclasses.replace(case, name=port)
     kernels = te.kernels("cpu")
     (checked,) = check_case(case, kernels.te)
     at = case, checked, PRECISIONS[precision], SEED, kernels, limits.packaged()
@@ -220,14 +219,14 @@ def _trainings(precision: str) -> dict[str, trainings.Training]:
 def ports_of(precision: str, models: int) -> tuple[str, ...]:
     """Return the names of the hosts, of some drawn models, and of the bugs near a limit, at a precision."""
     hosts = [name for name, host in HOSTS.items() if host.runs_at(precision)]
-    bugs = [BUGS[name] for name in NEAR_BUGS if BUGS[name].occurs_at(precision)]
-    wrong = [f"{bug.name} in {host}" for bug in bugs for host in bug.hosts if host in hosts]
+    bugs = [bug for ports in PLANTED.values() for bug in ports if bug.name in NEAR_BUGS and bug.occurs_at(precision)]
+    wrong = [f"{bug.name} in {bug.host}" for bug in bugs]
     return (*hosts, *list(MODELS)[:models], *wrong)
 
 
 def is_wrong(port: str) -> bool:
     """Return whether a port or training has a mistake."""
-    return (" in " in port and port.partition(" in ")[0] in BUGS) or port in WRONG_TRAININGS
+    return (*port.split(" in "),) in PORTS or port in WRONG_TRAININGS
 
 
 def nearest(verdicts: Verdicts, right: int, wrong: int) -> tuple[str, ...]:

@@ -66,7 +66,14 @@ class Host:
         return {side(name): name for name, _ in reference.named_parameters()}
 
     def wrong(
-        self, titles: str | tuple[str, ...], phrase: str = "", *, name: str = "", others: bool = False, **changes: Any
+        self,
+        titles: str | tuple[str, ...],
+        phrase: str = "",
+        *,
+        name: str = "",
+        others: bool = False,
+        precisions: tuple[str, ...] | None = None,
+        **changes: Any,
     ) -> Port:
         """Return a port with a mistake.
 
@@ -75,10 +82,11 @@ class Host:
             phrase: words that the finding's message must contain, or with a full stop end with.
             name: its name in the corpus; made of the changed settings by default.
             others: whether other findings may follow.
+            precisions: those at which the mistake shows; None for all.
             changes: the settings that the port gets wrong.
         """
         titles = (titles,) if isinstance(titles, str) else titles
-        return self._vary(name, changes, titles=titles, phrase=phrase, others=others)
+        return self._vary(name, changes, titles=titles, phrase=phrase, others=others, precisions=precisions)
 
     def right(self, *, name: str = "", **changes: Any) -> Port:
         """Return a right port, which these settings only write in another way."""

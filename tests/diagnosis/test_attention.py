@@ -10,25 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import (
-    FP32_AND_BF16,
-    HEAD_DIM,
-    HEADS,
-    HIDDEN,
-    Options,
-    compared,
-    decoders,
-    frequencies,
-    in_turn,
-    normal,
-    tells,
-    tells_only,
-    turned,
-    twins,
-)
+from ports import FP32_AND_BF16, compared, decoders, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.decoder import HEAD_DIM, HEADS, HIDDEN, Options, frequencies, turned
 from parity.mistakes.masks import papers_slopes
 from parity.te import state
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import ports
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from ports import in_turn, tells
 from torch import Tensor, nn
 
 import parity
+from lab.corpus import decoder
 
 VOCABULARY, HIDDEN, HEADS, HEAD_DIM, FFN, BATCH, SEQ, PROMPT = 96, 64, 4, 16, 128, 4, 16, 8
 FREQUENCIES = 1e4 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
@@ -23,7 +23,7 @@ Cache = dict[nn.Module, tuple[Tensor, Tensor]]  # holds its modules, so that no 
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    return ports.turned(x, FREQUENCIES, positions)
+    return decoder.turned(x, FREQUENCIES, positions)
 
 
 class Layer(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from functools import partial
 from typing import Any
@@ -13,9 +12,8 @@ from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, t
 from torch import Tensor, nn
 
 import parity
-from lab.zoo.bugs import BUGS
-from lab.zoo.planting import planted
-from parity.measuring.hosts import HOSTS
+from lab.corpus.catalogue import PORTS
+from lab.corpus.port import at_size
 from parity.search.divergence import readable
 
 # Detached parts of the residual stream: outputs are right, but gradients lack what flows back through these parts.
@@ -228,8 +226,7 @@ def test_a_copy_of_the_layer_is_told_as_a_copy():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_delayed"])
 def test_a_loss_scale_that_was_left_in_is_told_of_all_gradients_of_a_layer(precision):
-    llama = HOSTS["llama_layer"]
-    wrong = planted(BUGS["gradient-left-scaled"], dataclasses.replace(llama, sizes=llama.sizes[:1]))
+    wrong = at_size(PORTS["gradient-left-scaled", "llama_layer"].case, "small")
     (result,) = parity.compare(wrong, [precision], seeds=[1])
     assert [finding.code for finding in result.findings] == ["PAR401"]
     assert "every gradient is 12" in result.findings[0].message

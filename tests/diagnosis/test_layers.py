@@ -7,21 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import (
-    BATCH,
-    VOCABULARY,
-    Expert,
-    LanguageModel,
-    Options,
-    compared,
-    decoders,
-    normal,
-    tells,
-    tells_only,
-)
+from ports import compared, decoders, normal, tells, tells_only
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.decoder import BATCH, VOCABULARY, LanguageModel, Options
+from lab.corpus.small import Expert
 from parity.reference import RotaryEmbedding
 
 # Layers that the map fills, or the port calls, in another order.

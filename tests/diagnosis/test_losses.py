@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import HIDDEN, Options, compared, decoders, frequencies, in_turn, tells, tells_only, twins
+from ports import compared, decoders, in_turn, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.decoder import HIDDEN, Options, frequencies
 from parity.case.case import Rng
 
 # A language model's last layer and its loss.

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ports import Options, compared, decoders, in_turn, normal, tells, tells_only, twins
+from ports import compared, decoders, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.decoder import Options
 
 # TE's LayerNormLinear in place of a linear layer without a norm.
 

@@ -7,9 +7,10 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import Options, compared, decoders, in_turn, normal, tells, tells_only, twins
+from ports import compared, decoders, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
+from lab.corpus.decoder import Options
 from parity import reference
 
 WIDTH = 64

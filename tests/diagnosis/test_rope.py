@@ -7,27 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import ports
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import (
-    HEAD_DIM,
-    HEADS,
-    HIDDEN,
-    Options,
-    compared,
-    decoders,
-    frequencies,
-    in_turn,
-    normal,
-    tells,
-    tells_only,
-    twins,
-)
+from ports import compared, decoders, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.decoder import HEAD_DIM, HEADS, HIDDEN, Options, frequencies
 
 LOGITS = Options(layers=3, loss=False)
 
@@ -88,7 +75,7 @@ Rotated = Callable[[Tensor, Tensor], Tensor]  # maps heads [batch, heads, seq, h
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    return ports.turned(x, frequencies(), positions)
+    return turned(x, frequencies(), positions)
 
 
 def twice(x: Tensor, positions: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import Options, compared, decoders, in_turn, normal, tells, tells_only, twins
+from ports import compared, decoders, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.decoder import Options
 from parity.mistakes.rope_scaling import scaling_of
 
 SEQ, BASE = 40, 10_000.0

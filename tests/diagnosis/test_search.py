@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from fakes import errors, tensor
-from ports import HIDDEN, Options, decoders
+from ports import decoders
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.decoder import HIDDEN, Options
 from parity import comparison
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.weight_maps import Mapped, weight_hypotheses

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import HEADS, VOCABULARY, LanguageModel, Options, compared, normal, tells, twins
+from ports import compared, normal, tells, twins
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.decoder import HEADS, VOCABULARY, LanguageModel, Options
 from parity.case.case import Rng
 from parity.mistakes import codes
 from parity.mistakes.codes import CODES, NEEDS, UNEXPLAINED, finding

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.studies.rows.ports import Mistake, port
+from lab.corpus.models import Mistake, port
 from parity import te
 from parity.case.validate import check_case
 from parity.comparison import judge_at

@@ -7,56 +7,45 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-from lab.studies.names import (
-    OUTCOMES,
-    ROWS,
-    TABLES,
-    Judged,
-    Judgement,
-    Row,
-    Said,
-    Settings,
-    judgements,
-    said_of,
-    write,
-)
-from lab.studies.rows.ports import HOSTS, port
+from lab.corpus.catalogue import MODELS, PORTS
+from lab.corpus.models import HOSTS
+from lab.corpus.port import Port
+from lab.studies.names import OUTCOMES, Judged, Judgement, Said, Settings, judgements, said_of, write
 from parity import te
 from parity.case.validate import check_case
 from parity.mistakes.codes import CODES
 
 
 def test_the_tables_are_complete_and_no_two_rows_have_a_name():
-    assert {name: len(rows) for name, rows in TABLES.items()} == {
+    assert {name: len(rows) for name, rows in MODELS.items()} == {
         "constants": 40,
         "partial": 40,
         "kinds": 44,
         "near": 38,
     }
-    assert len(ROWS) == sum(map(len, TABLES.values()))
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.name)
-def test_a_row_has_a_title_and_its_port_can_be_built(row: Row):
+@pytest.mark.parametrize("row", [port for ports in MODELS.values() for port in ports], ids=lambda row: row.name)
+def test_a_row_has_a_title_and_its_port_can_be_built(row: Port):
     assert set(row.titles) <= set(CODES)
     assert row.summary.endswith(".")
-    check_case(port(row.host, row.mistake), te.kernels("cpu").te)
+    check_case(row.case, te.kernels("cpu").te)
 
 
 def test_each_constant_has_a_number_and_each_part_a_place():
-    assert all(row.number is not None for row in TABLES["constants"])
+    assert all(row.number is not None for row in MODELS["constants"])
     assert all(
-        row.place and (row.mistake.at or row.mistake.layers or "RoPE" not in row.name) for row in TABLES["partial"]
+        row.place and (row.change.at or row.change.layers or "RoPE" not in row.name) for row in MODELS["partial"]
     )
 
 
 @pytest.mark.parametrize("host", [host for host in HOSTS if host not in ("llama", "granite", "gemma")])
 def test_a_right_port_passes(host: str):
-    assert said_of(Judgement("", host, "bf16", 0)).status == "passed"
+    assert said_of(Judgement("", f"models.{host}", "bf16", 0)).status == "passed"
 
 
 def test_a_number_counts_if_it_is_told_nearly():
-    row = next(row for row in TABLES["constants"] if row.host == "attention" and row.number == 5000)
+    row = next(row for row in MODELS["constants"] if row.host == "models.attention" and row.number == 5000)
     assert row.is_named_by("rope-base", "it rotates with base 5,010")
     assert not row.is_named_by("rope-base", "it rotates with base 10000")
     assert not row.is_named_by("rope-scaling", "it rotates with base 5000")
@@ -64,16 +53,16 @@ def test_a_number_counts_if_it_is_told_nearly():
 
 def test_two_cheap_rows_are_judged_and_reported(tmp_path: Path):
     settings = Settings(tables=("constants",), precisions=("bf16",))
-    chosen = [one for one in judgements(settings) if one.host == "norm_mlp" and one.searched][:2]
+    chosen = [one for one in judgements(settings) if one.host == "models.norm_mlp" and one.searched][:2]
     found = {one: said_of(one) for one in chosen}
-    assert all(Judged(ROWS[one.row], said).outcome in OUTCOMES for one, said in found.items())
+    assert all(Judged(PORTS[one.row, one.host], said).outcome in OUTCOMES for one, said in found.items())
     assert all(said.status == "failed" for said in found.values())
     text = write(found, settings, tmp_path).read_text()
     assert "2 of 40" in text
 
 
 def test_a_wrong_fact_misnames_and_a_title_alone_lacks_the_place():
-    row = next(row for row in TABLES["partial"] if row.name == "one head not causal")
+    row = next(row for row in MODELS["partial"] if row.name == "one head not causal")
 
     def outcome(title: str, message: str, status: str = "failed", sure: bool = True) -> str:
         return Judged(row, Said(status, 2.0, ((title, message, sure),), "", 0.0)).outcome

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from lab.corpus.catalogue import PLANTED, PORTS, RIGHT, choose_ports, group_of
+from lab.corpus.port import Port
 from lab.zoo import rivals, trial
-from lab.zoo.bugs import BUGS, chosen, subject
-from lab.zoo.planting import Bug, planted
 from lab.zoo.rivals import RULES, Compared, module_of, rejected, rejects
 from lab.zoo.trial import CLEAN, LEAST_SEEDS, Trial, Verdict, filter_ratio, judge, measure, measure_added
 from parity import te
@@ -62,29 +62,22 @@ def relative_change(right: torch.Tensor, mistaken: torch.Tensor) -> float:
     return ((mistaken - right).norm() / right.norm()).item()
 
 
-def test_there_are_enough_bugs_and_no_two_of_a_name():
-    assert len(BUGS) >= LEAST_BUGS
-    assert all(name == bug.name for name, bug in BUGS.items())
-    assert all(subject(bug) for bug in BUGS.values())
+BUGS = [port for ports in PLANTED.values() for port in ports]
 
 
-@pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
-def test_a_bug_says_what_where_and_how_it_is_found(bug: Bug):
+def test_there_are_enough_bugs():
+    assert len({bug.name for bug in BUGS}) >= LEAST_BUGS
+    assert all(group_of(bug) in PLANTED for bug in BUGS)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.name} in {bug.host}")
+def test_a_bug_says_what_it_is_and_changes_the_result(bug: Port):
     assert bug.summary.endswith(".")
-    assert bug.finding
-    assert bug.hosts
-    assert set(bug.hosts) <= set(HOSTS)
     assert set(bug.precisions or ()) <= set(PRECISIONS)
-
-
-@pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
-def test_a_bug_changes_the_result_in_each_of_its_hosts(bug: Bug):
     precision = (bug.precisions or ("fp32",))[0]
-    for name in bug.hosts:
-        right = right_candidate(name, precision)
-        mistaken = candidate(planted(bug, HOSTS[name]), PRECISIONS[precision])
-        changes = [relative_change(right[tensor], mistaken[tensor]) for tensor in right]
-        assert max(changes) > LEAST_EFFECT, f"{bug.name} leaves {name} as it is"
+    right = right_candidate(bug.host, precision)
+    mistaken = candidate(bug.case, PRECISIONS[precision])
+    assert max(relative_change(right[tensor], mistaken[tensor]) for tensor in right) > LEAST_EFFECT
 
 
 @pytest.mark.parametrize("host", HOSTS.values(), ids=lambda host: host.name)
@@ -106,20 +99,19 @@ def test_a_host_runs_at_its_precisions(host: Case, precision: str):
 
 
 def test_a_pattern_chooses_bugs():
-    assert {bug.name for bug in chosen("window-one-*")} == {"window-one-too-wide", "window-one-too-narrow"}
+    assert {bug.name for bug in choose_ports("window-one-*")} == {"window-one-too-wide", "window-one-too-narrow"}
 
 
 def test_a_pattern_that_no_bug_matches_is_told():
-    with pytest.raises(UserError, match="no bug is called 'gate'; there are gate-up-swapped"):
-        chosen("gate")
+    with pytest.raises(UserError, match="no port, host or group is called 'gate'; there are the groups weights, norm"):
+        choose_ports("gate")
 
 
 # Trials, their record, and resuming after an interruption.
 
 
 def plan(*bugs, precisions=("fp32",)):
-    planted = tuple(BUGS[name] for name in bugs)
-    return trial.Plan(planted, trial.hosts_of(planted), precisions, {"small": 1})
+    return trial.Plan(tuple(port for port in BUGS if port.name in bugs), precisions, {"small": 1})
 
 
 def verdict(bug, host, precision="fp32", seed=0):
@@ -165,7 +157,7 @@ def test_a_cached_weight_whose_scale_is_inverted_is_told_as_that_and_not_as_an_o
 @pytest.mark.parametrize("seed", [1, 9, 11])
 def test_sums_in_bf16_are_not_told_as_a_cap_that_changes_one_element_enough(seed):
     """A cap of 30 changes only the largest of these outputs, and removes almost nothing of the error."""
-    case, kernels = planted(BUGS["product-accumulated-in-bf16"], HOSTS["square_linear"]), te.kernels("cpu")
+    case, kernels = PORTS["product-accumulated-in-bf16", "square_linear"].case, te.kernels("cpu")
     checked, _ = check_case(case, kernels.te)
     judged = judge_at(case, checked, PRECISIONS["bf16"], seed, kernels, packaged(), other_kernels=False)
     assert explain_at(judged, 0.0).findings[0].title == "accumulation-precision"
@@ -181,7 +173,7 @@ def test_a_port_that_raises_is_an_error_and_spoils_no_other_trial(monkeypatch):
         raise RuntimeError("no such luck")
 
     broken = HOSTS["linear"].__class__("broken", raises, sizes=HOSTS["linear"].sizes)
-    monkeypatch.setitem(HOSTS, "broken", broken)
+    monkeypatch.setitem(RIGHT, "broken", broken)
     failed = verdict(CLEAN, "broken", "fp8_delayed")
     assert failed.status == "error"
     assert "no such luck" in failed.reason

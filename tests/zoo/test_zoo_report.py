@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lab.__main__ import app
+from lab.corpus.catalogue import PORTS
 from lab.zoo import report
-from lab.zoo.bugs import BUGS
 from lab.zoo.report import PARITY, Count, Place
 from lab.zoo.rivals import RULES
 from lab.zoo.trial import CLEAN, Asked, Plan, Signal, Trial, Verdict, _sections, asked_of, is_rejected, shown
@@ -48,7 +48,7 @@ VERDICTS = {
     Trial(BUG, HOST, "small", "fp32", 2): verdict(signal=Signal(100.0, 0.1)),
     Trial(BUG, HOST, "small", "bf16", 0): Verdict("error", math.nan, "", (), 0, 0, {}, reason="it raised"),
 }
-PLAN = Plan((BUGS[BUG],), (HOST,), ("fp32", "bf16"), {"small": 3})
+PLAN = Plan((PORTS[BUG, HOST],), ("fp32", "bf16"), {"small": 3})
 
 
 def test_detections_and_false_alarms_are_counted_apart():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lab.corpus.port import Port
-from lab.corpus.small_ports import modulation
+from lab.corpus.small_ports import modulation, rounding
 
 BY_SUBJECT: Mapping[str, tuple[Port, ...]] = {
     "modulation": modulation.PORTS,
+    "rounding": rounding.PORTS,
 }
