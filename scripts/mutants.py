@@ -125,10 +125,10 @@ def _is_of_mistakes(title: str) -> bool:
 
 
 def _names(file: Path, title: str) -> bool:
-    """Return whether a file contains the title or its code, or imports rows from a study that does."""
+    """Return whether a file contains the title or its code, or imports rows from a folder of the lab that does."""
     text = file.read_text(encoding="utf-8")
-    for study in set(re.findall(r"^from lab\.studies\.(\w+)", text, re.MULTILINE)):
-        pages = (ROOT / "lab" / "studies" / study).glob("*.py")
+    for folder in set(re.findall(r"^from lab\.(corpus|studies\.\w+)", text, re.MULTILINE)):
+        pages = (ROOT / "lab" / folder.replace(".", "/")).rglob("*.py")
         text += "".join(page.read_text(encoding="utf-8") for page in pages)
     return f'"{title}"' in text or CODES[title] in text
 
