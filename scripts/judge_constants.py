@@ -28,7 +28,7 @@ from scipy import special
 
 from lab.corpus.catalogue import PLANTED, PORTS
 from lab.corpus.port import at_size
-from lab.studies import trainings
+from lab.studies.trainings import study as trainings
 from parity import comparison, te
 from parity.case.validate import check_case
 from parity.judge import limits, second_look, statistics

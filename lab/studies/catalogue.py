@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -13,21 +14,16 @@ from typing import Any
 
 from parity.user_error import UserError
 
-STUDIES = {
-    "expected_error": "Which error is normal: by TE module and precision, over width, length and depth.",
-    "filters": "Whether any linear filter could detect the wrong ports that pass: signal to noise ratios.",
-    "flops": "FLOPs of a layer by component, and the formulas next to PyTorch's counter on every case.",
-    "flash_stability": "How far flash attention deviates from baseline attention, and which rounding does it.",
-    "fp8_accumulation": "What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.",
-    "fp8_recipes": "FP8 recipes side by side: by distribution and module, and when a tensor's magnitude jumps.",
-    "names": "Which mistakes in a fixed table of wrong ports are named: constants, local mistakes, and kinds.",
-    "query_key_scale": "Where to scale queries and keys: overflow and error by magnitude, head width and dtype.",
-    "ranks": "Which mistakes over ranks are detected and named, and whether right ports pass.",
-    "softmax_precision": "Softmax in FP16, BF16 and FP32: error, overflow, gradient and cost by the size of scores.",
-    "trainings": "Which mistakes of trainings are detected and named, and whether right trainings pass.",
-    "training_curves": "Whether TE models train like the plain models, recipe by recipe.",
-    "training_drift": "How far flash attention, low precision and TE move the weights that training ends with.",
-}
+_FOLDER = Path(__file__).parent
+
+
+def _read_topic(folder: Path) -> str:
+    """Return the docstring of a study's package without importing it."""
+    return ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+
+
+STUDIES = {study.parent.name: _read_topic(study.parent) for study in sorted(_FOLDER.glob("*/study.py"))}
+"""Each folder with a study, and its topic."""
 
 _ANSWERS = ("yes", "no")
 
@@ -43,7 +39,7 @@ def load(name: str) -> ModuleType:
     for library in ("matplotlib", "scipy"):
         if importlib.util.find_spec(library) is None:
             raise UserError(f"studies need {library}: pip install 'te-parity[studies]'")
-    return importlib.import_module(f"lab.studies.{name}")
+    return importlib.import_module(f"lab.studies.{name}.study")
 
 
 def run(name: str, settings: Any, folder: Path) -> Path:
@@ -62,7 +58,7 @@ def run(name: str, settings: Any, folder: Path) -> Path:
     """
     study = load(name)
     measured = study.measured(settings, folder)
-    report = study if hasattr(study, "write") else importlib.import_module(f"{study.__name__}_report")
+    report = study if hasattr(study, "write") else importlib.import_module(f"lab.studies.{name}.report")
     path: Path = report.write(*measured, folder)
     return path
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import parity
-from lab.studies.rows.trainings import case_of, plain
+from lab.corpus.trained_ports.trainings import case_of, plain
 from parity import Training
 from parity.trainings.why_switched import compiled_otherwise
 

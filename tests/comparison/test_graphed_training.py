@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor, nn
 
 import parity
-from lab.studies.rows.optimizers import caches_reset
-from lab.studies.rows.switched import Passes, WholeStep, capturing, plain_sgd
-from lab.studies.rows.trainings import GRAPHED, RIGHT, Declared, case_of, plain
+from lab.corpus.trained_ports.optimizers import caches_reset
+from lab.corpus.trained_ports.switched import Passes, WholeStep, capturing, plain_sgd
+from lab.corpus.trained_ports.trainings import GRAPHED, RIGHT, Declared, case_of, plain
 from parity import Training, te
 from parity.case.training import Model
 from parity.result import Result

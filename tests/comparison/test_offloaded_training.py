@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor, nn
 
 import parity
-from lab.studies.rows import switched
-from lab.studies.rows.trainings import (
+from lab.corpus.trained_ports import switched
+from lab.corpus.trained_ports.trainings import (
     OF_QUANTIZED,
     OFFLOADED,
     RIGHT,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import parity
-from lab.studies.rows.optimizers import RECIPES, with_caches
-from lab.studies.rows.trainings import (
+from lab.corpus.trained_ports.optimizers import RECIPES, with_caches
+from lab.corpus.trained_ports.trainings import (
     OF_QUANTIZED,
     RIGHT,
     WRONG,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from lab.studies.rows.trainings import Declared, case_of, plain
+from lab.corpus.trained_ports.trainings import Declared, case_of, plain
 from parity import Training, te
 from parity.case.case import Rng
 from parity.case.training import ADAM

@@ -14,7 +14,7 @@ from bad_input import TOKENS, linear, mlp, result_of, te
 from torch import Tensor, nn
 
 import parity
-from lab.studies.rows.optimizers import Lion
+from lab.corpus.trained_ports.optimizers import Lion
 from parity.judge.statistics import statistics
 from parity.numerics.errors import Summed
 from parity.trainings.step_verdicts import Replay, deviations

@@ -142,14 +142,14 @@ def test_outdated_results_can_be_forgotten(path: Path) -> None:
 
 @pytest.mark.parametrize("study", [name for name in catalogue.STUDIES if name != "flops"])
 def test_a_study_depends_on_what_computes_and_not_on_what_draws(study: str) -> None:
-    code = record.code_of(f"lab.studies.{study}")
-    assert f"lab.studies.{study}" in code
+    code = record.code_of(f"lab.studies.{study}.study")
+    assert f"lab.studies.{study}.study" in code
     assert "torch" in code
-    assert not {f"lab.studies.{study}_report", "lab.studies.reporting"} & set(code)
+    assert not {f"lab.studies.{study}.report", "lab.studies.reporting"} & set(code)
 
 
 def test_te_s_kernels_are_among_what_te_s_results_depend_on() -> None:
-    assert "te_on_cpu.gemm" in record.code_of("lab.studies.expected_error")
+    assert "te_on_cpu.gemm" in record.code_of("lab.studies.expected_error.study")
 
 
 def test_a_change_of_statements_counts_and_one_of_comments_docstrings_and_layout_does_not() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import parity
-from lab.studies.rows.trainings import case_of
+from lab.corpus.trained_ports.trainings import case_of
 from parity import Pair, Training, te
 from parity.case.case import Case
 from parity.case.validate import check_case

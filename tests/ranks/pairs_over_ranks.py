@@ -8,7 +8,7 @@ import time
 from torch import nn
 
 import parity
-from lab.studies.rows.ranks import add_up
+from lab.corpus.ranked_ports.ranks import add_up
 from parity.ranks.layout import over
 
 

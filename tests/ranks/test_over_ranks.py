@@ -13,7 +13,7 @@ from pairs_over_ranks import dropping, linear
 from torch import nn
 
 import parity
-from lab.studies.rows.ranks import DP, EP, RIGHT, SP, WRONG, case_of
+from lab.corpus.ranked_ports.ranks import DP, EP, RIGHT, SP, WRONG, case_of
 from parity.case import registry
 from parity.case.case import Case
 from parity.ranks.launch import launch

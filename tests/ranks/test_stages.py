@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from lab.studies.rows.staged import PP, RIGHT, WRONG, case_of
+from lab.corpus.ranked_ports.staged import PP, RIGHT, WRONG, case_of
 from parity.case import registry
 from parity.case.case import Case
 from parity.ranks.layout import Axis, Pipeline, Stage, degrees

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import parity
-from lab.studies.rows.ranks import DP, SP, TP, TP_DP, add_up
-from lab.studies.rows.trained_over_ranks import RIGHT, STEPS, SWITCHES, WRONG, case_of
+from lab.corpus.ranked_ports.ranks import DP, SP, TP, TP_DP, add_up
+from lab.corpus.ranked_ports.trained_over_ranks import RIGHT, STEPS, SWITCHES, WRONG, case_of
 from parity.ranks.layout import degrees
 
 

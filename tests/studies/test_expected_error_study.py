@@ -13,9 +13,10 @@ from interrupted import run_again
 
 pytest.importorskip("matplotlib")
 from lab.studies import catalogue
-from lab.studies import expected_error as study
-from lab.studies import expected_error_report as claims
-from lab.studies.expected_error import (
+from lab.studies.expected_error import report as claims
+from lab.studies.expected_error import study as study
+from lab.studies.expected_error.report import PARTS_OF_OUTPUTS, explained_share, law, mean, shares_of
+from lab.studies.expected_error.study import (
     ISSUE_407,
     MODEL,
     SHORT_SUMS,
@@ -29,7 +30,6 @@ from lab.studies.expected_error import (
     measure,
     runs,
 )
-from lab.studies.expected_error_report import PARTS_OF_OUTPUTS, explained_share, law, mean, shares_of
 from parity import te
 from parity.te import Kernels
 from parity.user_error import UserError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-from lab.studies.filters import LIMIT, Seen, Settings, Wrong, seen, write
+from lab.studies.filters.study import LIMIT, Seen, Settings, Wrong, seen, write
 
 
 def test_a_mistake_that_is_detected_is_not_measured() -> None:

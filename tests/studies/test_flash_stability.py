@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("matplotlib")
 from lab.studies import catalogue
-from lab.studies import flash_stability as study
-from lab.studies import flash_stability_report as report
-from lab.studies.flash_stability import (
+from lab.studies.flash_stability import report as report
+from lab.studies.flash_stability import study as study
+from lab.studies.flash_stability.report import flash_over_baseline, growth, of_length
+from lab.studies.flash_stability.study import (
     ALONE,
     AS_KERNELS,
     EVERYWHERE,
@@ -33,7 +34,6 @@ from lab.studies.flash_stability import (
     untiled,
     whole_runs,
 )
-from lab.studies.flash_stability_report import flash_over_baseline, growth, of_length
 from parity import te
 from parity.measuring import record
 from parity.te import Kernels

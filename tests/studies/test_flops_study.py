@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from lab.studies import catalogue
-from lab.studies import flops as study
-from lab.studies.flops import Settings
+from lab.studies.flops import study as study
+from lab.studies.flops.study import Settings
 from parity.case.case import Case, Size
 from parity.measuring import flops
 from parity.te import Kernels

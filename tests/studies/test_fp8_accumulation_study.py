@@ -11,8 +11,8 @@ from interrupted import run_again
 
 pytest.importorskip("matplotlib")
 from lab.studies import catalogue
-from lab.studies import fp8_accumulation as study
-from lab.studies.fp8_accumulation import (
+from lab.studies.fp8_accumulation import study as study
+from lab.studies.fp8_accumulation.study import (
     FAST,
     SPLIT,
     Cost,

@@ -12,9 +12,9 @@ from interrupted import run_again
 
 pytest.importorskip("matplotlib")
 from lab.studies import catalogue
-from lab.studies import fp8_recipes as study
-from lab.studies import fp8_recipes_report as claims
-from lab.studies.fp8_recipes import (
+from lab.studies.fp8_recipes import report as claims
+from lab.studies.fp8_recipes import study as study
+from lab.studies.fp8_recipes.study import (
     BLOCKS,
     PLAIN,
     RECIPES,

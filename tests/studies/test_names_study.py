@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from lab.corpus.catalogue import MODELS, PORTS
+from lab.corpus.judging import Judgement, Said, said_of
 from lab.corpus.models import HOSTS
 from lab.corpus.port import Port
-from lab.studies.names import OUTCOMES, Judged, Judgement, Said, Settings, judgements, said_of, write
+from lab.studies.names.study import OUTCOMES, Judged, Settings, judgements, write
 from parity import te
 from parity.case.validate import check_case
 from parity.mistakes.codes import CODES

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.studies import catalogue, te_modules
-from lab.studies import query_key_scale as study
-from lab.studies.query_key_scale import (
+from lab.studies.query_key_scale import study as study
+from lab.studies.query_key_scale.study import (
     KEPT,
     PLACEMENTS,
     TE_WAYS,

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.studies import catalogue
-from lab.studies import softmax_precision as study
-from lab.studies import softmax_precision_report as report
-from lab.studies.softmax_precision import (
+from lab.studies.softmax_precision import report as report
+from lab.studies.softmax_precision import study as study
+from lab.studies.softmax_precision.study import (
     DTYPES,
     WAYS,
     Errors,

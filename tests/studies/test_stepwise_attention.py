@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.studies import stepwise
-from lab.studies.flash_stability import draw, staircase
+from lab.studies.flash_stability.study import draw, staircase
 from lab.studies.stepwise import (
     ALGORITHMS,
     FORMATS,

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib")
 from lab.__main__ import app
 from lab.studies import catalogue
-from lab.studies.fp8_accumulation import Settings
+from lab.studies.fp8_accumulation.study import Settings
 from parity.user_error import UserError
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lab.studies.reporting import all_of, between, fit, interval, mean_digits, ratio_interval, ratios_between
 from lab.studies.stepwise import FORMATS, HARDWARE, UNLIMITED, carrier, full_fp32_products
-from lab.studies.training_curves import Band, dithered, prediction_band, unit_roundoff
+from lab.studies.training_curves.study import Band, dithered, prediction_band, unit_roundoff
 from parity.case.case import Rng
 from parity.numerics import formats
 from parity.numerics.formats import Rounding

@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("matplotlib")
 from lab.studies import catalogue
-from lab.studies import training_curves as study
 from lab.studies.training import ARCHITECTURES, Schedule, Size, batches, plain_pass, train
-from lab.studies.training_curves import Run, Settings, outcomes
+from lab.studies.training_curves import study as study
+from lab.studies.training_curves.study import Run, Settings, outcomes
 from parity.case.weight_map import WeightMap, stack
 from parity.measuring import record
 from parity.te import Kernels

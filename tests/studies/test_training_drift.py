@@ -14,9 +14,17 @@ from scipy import stats
 
 pytest.importorskip("matplotlib")
 from lab.studies import catalogue
-from lab.studies import training_drift as study
-from lab.studies import training_drift_report as report
-from lab.studies.training_drift import (
+from lab.studies.training_drift import report as report
+from lab.studies.training_drift import study as study
+from lab.studies.training_drift.report import (
+    claims,
+    of_algorithm,
+    of_format,
+    of_other_start,
+    of_rounding,
+    of_te,
+)
+from lab.studies.training_drift.study import (
     Distance,
     Drift,
     Drifts,
@@ -31,14 +39,6 @@ from lab.studies.training_drift import (
     pairs,
     trajectory,
     wasserstein,
-)
-from lab.studies.training_drift_report import (
-    claims,
-    of_algorithm,
-    of_format,
-    of_other_start,
-    of_rounding,
-    of_te,
 )
 from parity import te
 from parity.measuring import record

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lab.studies import reporting
-from lab.studies.flash_stability import (
+from lab.studies.flash_stability.study import (
     ALONE,
     AS_KERNELS,
     BACKENDS,

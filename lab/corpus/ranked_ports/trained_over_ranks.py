@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import AdamW, Optimizer
 
-from lab.studies.rows import ranks as rows
-from lab.studies.rows.ranks import DP, SP, TP, TP_DP, Row
+from lab.corpus.ranked_ports import ranks as rows
+from lab.corpus.ranked_ports.ranks import DP, SP, TP, TP_DP, Row
 from parity.case.case import Case, Pair, Training
 from parity.case.training import ADAM
 from parity.ranks.layout import Ranks, over

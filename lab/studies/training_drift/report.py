@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from lab.studies import reporting
 from lab.studies.reporting import CANNOT_TELL, Claim, all_of, ratio_interval, ratios_between, verdict
 from lab.studies.settings import name_of, told_gpu
-from lab.studies.training_drift import (
+from lab.studies.training_drift.study import (
     Distance,
     Drift,
     Drifts,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lab.studies.rows import optimizers, switched
+from lab.corpus.trained_ports import optimizers, switched
 from parity.case.case import Case, Pair, Training
 from parity.case.training import ADAM, Model, load
 from parity.case.weight_map import stack

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lab.studies import reporting
-from lab.studies.expected_error import (
+from lab.studies.expected_error.study import (
     AFTER_REPAIR,
     ALONE,
     FIGURE,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from lab.studies.rows.ranks import BATCH, HIDDEN, OF_MLP, SEQ, Row, Swiglu, add_up, te_mlp
+from lab.corpus.ranked_ports.ranks import BATCH, HIDDEN, OF_MLP, SEQ, Row, Swiglu, add_up, te_mlp
 from parity.case.case import Case, Pair
 from parity.case.weight_map import names, stack
 from parity.ranks.layout import Parallel, Pipeline, Ranks, Stage, over

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lab.corpus import models
 from lab.corpus.catalogue import MODELS
+from lab.corpus.judging import Judgement, said_of
 from lab.studies import reporting
-from lab.studies.names import Judgement, said_of
 from lab.studies.settings import check_names
 from parity import te
 from parity.case.validate import check_case

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lab.studies import reporting
 from lab.studies.reporting import NO, YES, Claim, mean_digits, ratios, ratios_between
-from lab.studies.softmax_precision import (
+from lab.studies.softmax_precision.study import (
     DTYPES,
     LAYOUTS,
     TE_WAYS,

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lab.studies import reporting
-from lab.studies.fp8_recipes import (
+from lab.studies.fp8_recipes.study import (
     AS_GOOD_DB,
     BLOCKS,
     BODY,

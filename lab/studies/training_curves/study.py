@@ -466,7 +466,7 @@ _METHOD = """\
   Delayed scaling, which needs a history of amaxes, makes its warm-up passes on the first batch, without a step, before
   training.
 - **Expectation**: on the same weights and batches, the plain model also trains under {draws} realisations of the
-  precision's rounding model (`parity/rounding/`, dithered by `lab/studies/training_curves.py`; neither
+  precision's rounding model (`parity/rounding/`, dithered by `lab/studies/training_curves/study.py`; neither
   shares code with TE or the kernels), with BF16 parameters and gradients as above. The difference of each of those
   losses from plain FP32's is a draw from what rounding does to this curve. The band is where one more draw lies at
   all steps together, but for

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.corpus.ranked_ports import ranks as rows
+from lab.corpus.ranked_ports import staged
+from lab.corpus.ranked_ports import trained_over_ranks as trained
 from lab.studies import reporting
-from lab.studies.rows import ranks as rows
-from lab.studies.rows import staged
-from lab.studies.rows import trained_over_ranks as trained
 from lab.studies.settings import Said, check_names
 from parity import te
 from parity.case.validate import check_case

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from lab.studies import reporting
-from lab.studies.rows.trainings import (
+from lab.corpus.trained_ports.trainings import (
     COMPILED,
     GRAPHED,
     HOSTS,
@@ -22,6 +21,7 @@ from lab.studies.rows.trainings import (
     WRONG,
     case_of,
 )
+from lab.studies import reporting
 from lab.studies.settings import Said, check_names
 from parity import te
 from parity.case.validate import check_case

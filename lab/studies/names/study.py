@@ -6,7 +6,6 @@ The table was written before the search that it judges was changed, and without 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,14 @@ from pathlib import Path
 import torch
 
 from lab.corpus.catalogue import GROUPS, MODELS, PORTS, RIGHT
+from lab.corpus.judging import Judgement, Said, said_of
 from lab.corpus.models import LAYERS
 from lab.corpus.port import Port
 from lab.studies import reporting
 from lab.studies.settings import check_names
 from parity import te
-from parity.case.validate import check_case
-from parity.comparison import explain_at, judge_at
-from parity.judge.limits import packaged
 from parity.measuring import record
-from parity.measuring.record import Campaign, FourDigits
+from parity.measuring.record import Campaign
 from parity.mistakes.codes import CODES, UNEXPLAINED
 from parity.te import PRECISIONS, Backend
 
@@ -58,46 +55,6 @@ FULL = Settings()
 QUICK = Settings(tables=("right",), precisions=("bf16",))
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """One port at one precision.
-
-    Attributes:
-        row: a port's name in the corpus; empty for a right port.
-        host: its host's name.
-        precision: a name in ``parity.te.PRECISIONS``.
-        seed: the seed of weights and inputs.
-        searched: whether the cause was searched for.
-        backend: the backend of TE's kernels.
-    """
-
-    row: str
-    host: str
-    precision: str
-    seed: int
-    searched: bool = True
-    backend: Backend = "cpu"
-
-
-@dataclass(frozen=True)
-class Said:
-    """Hold parity's verdict on a port.
-
-    Attributes:
-        status: ``passed``, ``failed`` or ``error``.
-        margin: the largest margin.
-        findings: title, message and whether it is stated as a fact, for each finding in parity's order.
-        reason: the reason for an error.
-        seconds: processor time of the search for the cause.
-    """
-
-    status: str
-    margin: FourDigits
-    findings: tuple[tuple[str, str, bool], ...]
-    reason: str
-    seconds: FourDigits
-
-
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Judgement, Said], Settings]:
     """Judge what is missing from the folder's record: first whether ports are rejected, then why.
 
@@ -130,19 +87,6 @@ def judgements(settings: Settings) -> list[Judgement]:
         for both in right + wrong
         if both[0] == "" or PORTS[both].occurs_at(name)
     ]
-
-
-def said_of(one: Judgement) -> Said:
-    """Judge one port and, if asked, search for the cause without a time limit."""
-    kernels = te.kernels(one.backend)
-    case = PORTS[one.row, one.host].case if one.row else RIGHT[one.host]
-    (checked,) = check_case(case, kernels.te)
-    judged = judge_at(case, checked, PRECISIONS[one.precision], one.seed, kernels, packaged())
-    began = time.process_time()
-    result = explain_at(judged, 0.0 if one.searched else None)
-    seconds = time.process_time() - began
-    findings = tuple((one.title, one.message, one.sure) for one in result.findings)
-    return Said(result.status, result.margin, findings, result.reason, seconds)
 
 
 # The report: how often mistakes are detected and named, and what parity says of the others.

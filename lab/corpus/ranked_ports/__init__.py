@@ -1,0 +1,1 @@
+"""Right and wrong ports whose model is divided over ranks: their steps, pipelines and trainings."""

@@ -1,0 +1,1 @@
+"""Right and wrong trainings: their models, optimizers, loops and what is switched on."""

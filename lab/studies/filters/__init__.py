@@ -1,0 +1,1 @@
+"""Whether any linear filter could detect the wrong ports that pass: signal to noise ratios."""

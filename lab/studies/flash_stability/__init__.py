@@ -1,0 +1,1 @@
+"""How far flash attention deviates from baseline attention, and which rounding does it."""

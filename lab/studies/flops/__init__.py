@@ -1,0 +1,1 @@
+"""FLOPs of a layer by component, and the formulas next to PyTorch's counter on every case."""

@@ -1,0 +1,1 @@
+"""Where to scale queries and keys: overflow and error by magnitude, head width and dtype."""

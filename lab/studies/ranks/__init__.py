@@ -1,0 +1,1 @@
+"""Which mistakes over ranks are detected and named, and whether right ports pass."""

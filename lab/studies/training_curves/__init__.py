@@ -1,0 +1,1 @@
+"""Whether TE models train like the plain models, recipe by recipe."""

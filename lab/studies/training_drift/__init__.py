@@ -1,0 +1,1 @@
+"""How far flash attention, low precision and TE move the weights that training ends with."""

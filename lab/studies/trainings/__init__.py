@@ -1,0 +1,1 @@
+"""Which mistakes of trainings are detected and named, and whether right trainings pass."""
