@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from lab.corpus.port import Port
 from parity.case.case import Case, Pair, Rng
 
+# A weight map, or a function from a parameter's name to the left side of its entry; None maps each to its own name.
+Weights = Mapping[Any, Any] | Callable[[str], Any] | None
+
 
 @dataclass(frozen=True)
 class Host:
@@ -32,8 +35,7 @@ class Host:
         port: called with ``transformer_engine.pytorch`` and the settings; returns the port.
         inputs: draws the inputs of both.
         settings: those of the reference, and of the port but for its mistake.
-        weights: the weight map, or a function from a parameter's name to the left side of its entry; by default each
-            parameter is mapped to that of the same name.
+        weights: the weight map.
         options: the other arguments of ``parity.Pair``, such as ``call_candidate``.
         probe: the case's ``probe``.
         precisions: the precisions at which it runs; None for all.
@@ -44,26 +46,22 @@ class Host:
     port: Callable[..., nn.Module]
     inputs: Callable[[Rng], Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    weights: Mapping[Any, Any] | Callable[[str], Any] | None = None
+    weights: Weights = None
     options: Mapping[str, Any] = field(default_factory=dict)
     probe: Any = True
     precisions: tuple[str, ...] | None = None
 
-    def case(self, **changes: Any) -> Case:
-        """Return the pair with these settings changed in its port."""
+    def case(self, weights: Weights = None, **changes: Any) -> Case:
+        """Return the pair with these settings changed in its port, or with another weight map."""
 
         def factory(te: ModuleType) -> Pair:
             reference = self.reference(**self.settings)
             candidate = self.port(te, **{**self.settings, **changes})
-            return Pair(reference, candidate, self.inputs, self._map_weights(reference), **self.options)
+            return Pair(
+                reference, candidate, self.inputs, _map_weights(weights or self.weights, reference), **self.options
+            )
 
         return Case(self.name, factory, sizes=({},), probe=self.probe, precisions=self.precisions, path=Path(__file__))
-
-    def _map_weights(self, reference: nn.Module) -> Mapping[Any, Any]:
-        if isinstance(self.weights, Mapping):
-            return self.weights
-        side = self.weights or str
-        return {side(name): name for name, _ in reference.named_parameters()}
 
     def wrong(
         self,
@@ -73,6 +71,7 @@ class Host:
         name: str = "",
         others: bool = False,
         precisions: tuple[str, ...] | None = None,
+        weights: Weights = None,
         **changes: Any,
     ) -> Port:
         """Return a port with a mistake.
@@ -83,18 +82,28 @@ class Host:
             name: its name in the corpus; made of the changed settings by default.
             others: whether other findings may follow.
             precisions: those at which the mistake shows; None for all.
+            weights: the weight map that the port gets wrong, if that is the mistake; it needs a name.
             changes: the settings that the port gets wrong.
         """
         titles = (titles,) if isinstance(titles, str) else titles
-        return self._vary(name, changes, titles=titles, phrase=phrase, others=others, precisions=precisions)
+        return self._vary(name, weights, changes, titles=titles, phrase=phrase, others=others, precisions=precisions)
 
-    def right(self, *, name: str = "", **changes: Any) -> Port:
-        """Return a right port, which these settings only write in another way."""
-        return self._vary(name, changes)
+    def right(self, *, name: str = "", weights: Weights = None, **changes: Any) -> Port:
+        """Return a right port, which these settings, or this weight map, only write in another way."""
+        return self._vary(name, weights, changes)
 
-    def _vary(self, name: str, changes: Mapping[str, Any], **told: Any) -> Port:
+    def _vary(self, name: str, weights: Weights, changes: Mapping[str, Any], **told: Any) -> Port:
         made = ", ".join(f"{key}={_describe_setting(value)}" for key, value in changes.items())
-        return Port(name or made or "right", self.name, self.case(**changes), self.case(), change=dict(changes), **told)
+        return Port(
+            name or made or "right", self.name, self.case(weights, **changes), self.case(), change=dict(changes), **told
+        )
+
+
+def _map_weights(weights: Weights, reference: nn.Module) -> Mapping[Any, Any]:
+    if isinstance(weights, Mapping):
+        return weights
+    side = weights or str
+    return {side(name): name for name, _ in reference.named_parameters()}
 
 
 def _describe_setting(value: Any) -> str:
