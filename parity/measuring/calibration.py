@@ -44,7 +44,7 @@ from parity.judge.limits import (
 )
 from parity.judge.second_look import kinks_moved
 from parity.measuring import right_ports
-from parity.measuring.record import made, write_sections
+from parity.measuring.record import made
 from parity.measuring.right_ports import drawn
 from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
@@ -53,6 +53,7 @@ from parity.report import environment, record
 from parity.report.changes import Change, between
 from parity.report.numbers import markdown_table, plural, short
 from parity.report.record import Record
+from parity.report.templates import render
 from parity.result import Kind
 from parity.shown import few_of, one_line
 from parity.te import PRECISIONS, Backend, Kernels, Precision, why_unavailable
@@ -423,22 +424,6 @@ def _pluralize_kind(kind: str) -> str:
 # The report: a calibration table, and how well its laws fit.
 
 
-_INTRODUCTION = f"""\
-How far faithful ports stray from the rounding model, by statistic (`parity/judge/statistics.py`), kind of tensor and
-precision. A port is the reference itself with the freedom of a kernel drawn at random (what it stores, into how many
-parts it splits a sum), or a TransformerEngine module of the cases. `center` and `spread` are those of the ratio's
-logarithm, or of the signed statistic; the limit is what a faithful port would exceed with probability
-{FALSE_ALARMS_A_RUN:g} / {STATISTICS_A_RUN:,} if the law held so far out. That aims at a false alarm in one of
-{1 / FALSE_ALARMS_A_RUN:,.0f} runs of the default suite, and is an extrapolation: what was counted is in
-[false_alarms.md](false_alarms.md). [docs/statistics.md](../docs/statistics.md) explains it from the start."""
-
-_FIT = """\
-Each measured value as standard deviations from its law's center, with the spread that the limit uses, against the
-normal quantile of its rank (of its magnitude's rank for `gain` and `mistake`, which have a sign). The law bounds the
-tail: beyond one standard deviation no point of a statistic of one kind of tensor lies above the line. The points end
-where the samples end. No limit lies below the dotted line, up to which the law extrapolates."""
-
-
 def write_report(table: Table, measured: Measured, path: Path) -> None:
     """Write the report, and its plot beside it.
 
@@ -449,27 +434,22 @@ def write_report(table: Table, measured: Measured, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _draw_plot(table, measured.samples).savefig(path.with_suffix(".png"), dpi=110)
-    write_sections(path, _compose_sections(table, measured, path), "parity calibrate")
+    report = render(
+        "measuring/calibration.md.jinja",
+        false_alarms_a_run=FALSE_ALARMS_A_RUN,
+        statistics_a_run=STATISTICS_A_RUN,
+        provenance=_tabulate_provenance(table.provenance),
+        left_out=_tabulate_left_out(measured.left_out),
+        plot=path.with_suffix(".png").name,
+        samples=len(measured.samples),
+        beyond=sum(abs(sample.value) > table.limit(*sample.key) for sample in measured.samples),
+        laws=_tabulate_laws(table),
+        made_by=environment.made_by("parity calibrate"),
+    )
+    path.write_text(report, encoding="utf-8")
 
 
-def _compose_sections(table: Table, measured: Measured, path: Path) -> Iterator[str]:
-    samples = measured.samples
-    yield "# Calibration of the tolerances"
-    yield _INTRODUCTION
-    yield "## Provenance"
-    yield _provenance_table(table.provenance)
-    if measured.left_out:
-        yield _left_out(measured.left_out)
-    yield "## Fit"
-    yield _FIT
-    yield f"![Measured against expected standard deviations]({path.with_suffix('.png').name})"
-    beyond = sum(abs(sample.value) > table.limit(*sample.key) for sample in samples)
-    yield f"Of {len(samples):,} values, {beyond} lie beyond their limit."
-    yield "## Laws"
-    yield _tabulate_laws(table)
-
-
-def _provenance_table(provenance: Mapping[str, Mapping[str, object]]) -> str:
+def _tabulate_provenance(provenance: Mapping[str, Mapping[str, object]]) -> str:
     columns = list(dict.fromkeys(column for entry in provenance.values() for column in entry))
     rows = [
         [precision, *(_format_value(entry.get(column, "")) for column in columns)]
@@ -478,12 +458,12 @@ def _provenance_table(provenance: Mapping[str, Mapping[str, object]]) -> str:
     return markdown_table(rows, ["precision", *columns])
 
 
-def _left_out(ports: Sequence[LeftOut]) -> str:
-    """Return a table of the cases that could not run, one row for each precision, with the first reason."""
+def _tabulate_left_out(ports: Sequence[LeftOut]) -> str:
+    """Return a table of the cases that could not run, a row for each precision, with the first reason, or ``""``."""
     reasons = {(port.case, port.precision): port.reason for port in reversed(ports)}
     counts = Counter((port.case, port.precision) for port in ports)
     rows = [[*key, count, reasons[key]] for key, count in counts.items()]
-    return "Left out because they raised an error:\n\n" + markdown_table(rows, ["case", "precision", "ports", "what"])
+    return markdown_table(rows, ["case", "precision", "ports", "what"]) if rows else ""
 
 
 def _format_value(value: object) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,10 +22,11 @@ from parity.comparison import compare_at
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, packaged
 from parity.machine import files
 from parity.measuring import right_ports
-from parity.measuring.record import Campaign, made, write_sections
+from parity.measuring.record import Campaign, made
 from parity.measuring.right_ports import DRAWN_MODELS, drawn
 from parity.report import environment
 from parity.report.numbers import markdown_table
+from parity.report.templates import render
 from parity.result import Result
 from parity.te import PRECISIONS, Backend, why_unavailable
 
@@ -174,20 +176,6 @@ def _summarize_result(result: Result) -> Outcome:
 
 
 CONFIDENCE = 0.95
-_INTRODUCTION = f"""\
-Ports that are known to be right, compared with the packaged limits, on seeds that the limits were not fitted to: at the
-cases' own sizes, which calibration knows, and at sizes drawn for each seed, which it does not (batches of 1 to 4, 2 to
-160 tokens, 1 to 8 heads, widths up to 384; multiples of 32 under a recipe). Models are drawn, too, which calibration
-has never seen: chains of up to four TE modules with plain lines of PyTorch between them, often followed by a
-loss (`parity/measuring/right_ports.py`). Every rejection is a false alarm. A *check* is one tensor of one
-port; each is judged by several statistics. The limits aim at a statistic of a right port beyond its own with a
-probability of {FALSE_ALARMS_A_RUN / STATISTICS_A_RUN:.0e}, which is an extrapolation that no count of this size can
-test. What the count does show is in the two columns *at most*: with {CONFIDENCE:.0%} confidence, a port, or a check, is
-rejected no more often (Clopper and Pearson, Biometrika 26(4), 1934). It holds for ports like these; and checks of one
-port often fail together, so the bound on ports says more."""
-_PLOT = """\
-For each statistic, the share of ports whose largest margin lies above a value; a limit is a margin of 1. A tail that
-falls steeply before 1 has room; one that is flat there would raise an alarm with more ports."""
 
 Outcomes = Mapping[Port, Outcome]
 
@@ -196,34 +184,32 @@ def write_report(outcomes: Outcomes, backend: str, path: Path) -> None:
     """Write the report, and its plot beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _draw_plot(outcomes).savefig(path.with_suffix(".png"), dpi=110)
-    write_sections(path, _compose_sections(outcomes, backend, path), "parity false-alarms")
+    seeds = sorted({port.seed for port in outcomes})
+    report = render(
+        "measuring/false_alarms.md.jinja",
+        aim=FALSE_ALARMS_A_RUN / STATISTICS_A_RUN,
+        confidence=CONFIDENCE,
+        here=environment.measure(backend, (), 0),
+        transformer_engine=te.version(),
+        seeds=f"{seeds[0]} to {seeds[-1]}",
+        fitted_seeds=_format_fitted_seeds(),
+        counts=_tabulate_counts(outcomes),
+        alarms=[(port, outcome.label, alarm) for port, outcome in outcomes.items() for alarm in outcome.alarms],
+        plot=path.with_suffix(".png").name,
+        largest_margins=_tabulate_largest_margins(outcomes),
+        unjudged=Counter(
+            (port.case, port.precision, outcome.reason)
+            for port, outcome in outcomes.items()
+            if outcome.status not in ("passed", "failed")
+        ),
+        made_by=environment.made_by("parity false-alarms"),
+    )
+    path.write_text(report, encoding="utf-8")
 
 
 def upper_bound(alarms: int, checks: int) -> float:
     """Return the upper bound on the probability of an alarm (one-sided Clopper-Pearson), which is 1 without checks."""
     return float(stats.beta.ppf(CONFIDENCE, alarms + 1, checks - alarms)) if checks > alarms else 1.0
-
-
-def _compose_sections(outcomes: Outcomes, backend: str, path: Path) -> Iterator[str]:
-    here = environment.measure(backend, (), 0)
-    seeds = sorted({port.seed for port in outcomes})
-    yield "# False alarms on right ports"
-    yield _INTRODUCTION
-    yield (
-        f"Kernels: {here.kernels}; {here.device}, {here.cpu}; TransformerEngine {te.version()}, torch {here.torch}. "
-        f"Seeds {seeds[0]} to {seeds[-1]}; the limits are of seeds {_format_fitted_seeds()}."
-    )
-    yield _tabulate_counts(outcomes)
-    yield "## Every false alarm"
-    yield _list_alarms(outcomes)
-    yield "## How near the limits right ports come"
-    yield _PLOT
-    yield f"![Share of ports above a margin, by statistic]({path.with_suffix('.png').name})"
-    yield _tabulate_largest_margins(outcomes)
-    unjudged = _list_unjudged(outcomes)
-    if unjudged:
-        yield "## Ports without a verdict"
-        yield unjudged
 
 
 def _format_fitted_seeds() -> str:
@@ -274,15 +260,6 @@ def _tabulate_counts(outcomes: Outcomes) -> str:
     return markdown_table(rows, headers, left=1)
 
 
-def _list_alarms(outcomes: Outcomes) -> str:
-    lines = [
-        f"- `{port.case}[{port.precision}-{outcome.label}]`, seed {port.seed}: {alarm}"
-        for port, outcome in outcomes.items()
-        for alarm in outcome.alarms
-    ]
-    return "\n".join(lines) or "None."
-
-
 def _tabulate_largest_margins(outcomes: Outcomes) -> str:
     statistics = _list_statistics(outcomes)
     rows = [
@@ -295,15 +272,6 @@ def _tabulate_largest_margins(outcomes: Outcomes) -> str:
 
 def _format_margin(margin: float) -> str:
     return "–" if math.isnan(margin) else f"{margin:.2f}"
-
-
-def _list_unjudged(outcomes: Outcomes) -> str:
-    reasons: dict[str, int] = {}
-    for port, outcome in outcomes.items():
-        if outcome.status not in ("passed", "failed"):
-            text = f"`{port.case}` in `{port.precision}`: {outcome.reason}"
-            reasons[text] = reasons.get(text, 0) + 1
-    return "\n".join(f"- {text} ({count} times)" for text, count in reasons.items())
 
 
 def _list_statistics(outcomes: Outcomes) -> list[str]:

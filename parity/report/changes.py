@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -14,6 +14,7 @@ from parity.judge.noise import Kernels
 from parity.report import earlier, failure
 from parity.report.numbers import markdown_table, plural, seeds, short
 from parity.report.record import FAILED, PASSED, Item, Record, in_order, verdict_of
+from parity.report.templates import render
 from parity.result import Check, Result, TensorResult
 
 # The changes from one run to another, item by item.
@@ -300,22 +301,9 @@ _WORDS: dict[Kind, str] = {
     "same bytes": "equal to the byte",
     "not compared": "not compared in either run",
 }
-# The kinds that need no table, and those that are described tensor by tensor.
+# The kinds that need no table, and those of tensors that have grown.
 AS_BEFORE: tuple[Kind, ...] = ("within noise", "same bytes", "not compared")
 _GROWING: tuple[Kind, ...] = ("regressed", "grown")
-_TOLD: dict[Kind, str] = {
-    "regressed": "The verdict is the same, but these tensors' errors have grown by more than the difference between "
-    "right kernels of the same port. Noise alone causes such a report in fewer than one of 1,000 comparisons.",
-    "grown": "Kernels that round alike do not differ by this much. Right kernels that round differently may: those "
-    "that split sums, keep fewer bits of them or round operands in another way. So this is not counted as a "
-    "regression, but a mistake may hide in it.",
-    "other numbers": "Inputs, weights or the reference have changed, so only the verdicts were compared.",
-    "other bytes": "Both runs used the same kernels, which give the same bytes each time, so it is code that changed "
-    "these numbers: the pair's, or that of a package that it imports. The errors have grown by no more than summing in "
-    "another order explains, so this is no regression. But if the change was not meant to touch these numbers, it has "
-    "a mistake that is too small for any limit. The last column says how far noise alone could move the statistic; "
-    "what grew most in proportion to it comes first.",
-}
 _MOST_LINES = 5
 
 
@@ -381,20 +369,20 @@ def differences(runs: Comparison) -> list[str]:
 
 def draw(runs: Comparison) -> str:
     """Return the whole report as GitHub markdown."""
-    changes = runs.changes
+    tables = {"regressed": _draw_growths, "grown": _draw_growths, "other bytes": _draw_movements}
     sections = [
-        f"# Parity report: {shown.prose(runs.names[1])} against {shown.prose(runs.names[0])}",
-        *_draw_differences(runs),
-        f"**{verdict(runs)}**",
-        "A cell holds an item's worst **margin** over all seeds, as in the report of a run: up to 1 passes.",
+        (kind, title, tables.get(kind, _draw_table)(runs, kind))
+        for kind, title in _TITLES.items()
+        if kind in runs.changes
     ]
-    for kind, title in _TITLES.items():
-        if kind in changes:
-            sections += [f"## {title}", *([_TOLD[kind]] if kind in _TOLD else [])]
-            tables = {"regressed": _draw_growths, "grown": _draw_growths, "other bytes": _draw_movements}
-            sections.append(tables[kind](runs, kind) if kind in tables else _draw_table(changes[kind]))
-    sections += ["## Environments", _draw_environments(runs)]
-    return shown.text("\n\n".join(sections) + "\n")
+    return render(
+        "report/changes.md.jinja",
+        names=runs.names,
+        differences=differences(runs),
+        verdict=verdict(runs),
+        sections=sections,
+        environments=_draw_environments(runs),
+    )
 
 
 def verdict(runs: Comparison) -> str:
@@ -462,13 +450,6 @@ def _show_growth(each: Statistic, growth: float) -> str:
     return f"{short(math.exp(min(growth, 700.0)), 3)} times"
 
 
-def _draw_differences(runs: Comparison) -> Iterator[str]:
-    found = differences(runs)
-    yield "Both runs had the same environment." if not found else "What differs between the runs:"
-    if found:
-        yield "\n".join(f"- {shown.prose(each)}" for each in found)
-
-
 def _draw_environments(runs: Comparison) -> str:
     before, after = (_collect_facts(run) for run in (runs.before, runs.after))
     names = [*before, *(name for name in after if name not in before)]
@@ -489,8 +470,8 @@ def _collect_facts(run: Record) -> dict[str, str]:
     return facts
 
 
-def _draw_table(changes: Sequence[Change]) -> str:
-    return markdown_table([_make_row(change) for change in changes], _COLUMNS)
+def _draw_table(runs: Comparison, kind: Kind) -> str:
+    return markdown_table(map(_make_row, runs.changes[kind]), _COLUMNS)
 
 
 def _make_row(change: Change) -> list[str]:

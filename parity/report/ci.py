@@ -10,6 +10,7 @@ from parity.report import failure, markdown
 from parity.report.markdown import Digest
 from parity.report.numbers import plural
 from parity.report.record import Item, draw_matrix
+from parity.report.templates import render
 from parity.result import Result
 
 # GitHub shows ten errors of a step, and accepts a summary of up to one MiB.
@@ -42,15 +43,15 @@ def summary(run: Digest, name: str) -> str:
         name: the report's name.
     """
     failed = [item for item in run.items if item.status in ("failed", "error")]
-    sections = [f"## Parity: {shown.prose(name)}", f"**{markdown.verdict(run)}**", draw_matrix(run.items)]
-    for item in failed[:_MOST_FAILURES]:
-        found = "".join(
-            f"\n- **{shown.prose(each.name)}**: {shown.prose(each.message)}" for each in failure.findings(item)
-        )
-        sections.append(f"{shown.code(item.name)}: {shown.prose(failure.headline(item))}{found}")
-    if len(failed) > _MOST_FAILURES:
-        sections.append(f"and {len(failed) - _MOST_FAILURES} more")
-    return shown.text("\n\n".join(sections) + "\n")
+    listed = failed[:_MOST_FAILURES]
+    return render(
+        "report/summary.md.jinja",
+        name=name,
+        verdict=markdown.verdict(run),
+        matrix=draw_matrix(run.items),
+        failures=[(item.name, failure.headline(item), failure.findings(item)) for item in listed],
+        others=len(failed) - len(listed),
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import functools
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -63,15 +63,9 @@ def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
     )
 
 
-def limits_section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
-    """Yield the report's section on limits, a row for each precision; nothing if they are packaged or not known."""
-    if compared:
-        yield "## Limits"
-        yield (
-            "These are not the packaged limits. Where they are wider, ports pass that the packaged ones reject; "
-            "`parity calibrate` measures them on ports that somebody knows to be right."
-        )
-        yield markdown_table(map(_make_row, compared), _COLUMNS)
+def limits_table(compared: Sequence[OfPrecision] | None) -> str:
+    """Return a table of limits, a row for each precision; empty if they are the packaged ones or not known."""
+    return markdown_table(map(_make_row, compared), _COLUMNS) if compared else ""
 
 
 def _make_row(each: OfPrecision) -> tuple[object, ...]:

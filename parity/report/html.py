@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from parity import shown
@@ -23,6 +22,7 @@ from parity.report.changes import AS_BEFORE, Change, Comparison, Kind, growth_in
 from parity.report.markdown import Digest, Repair, repair, verdict
 from parity.report.numbers import plural, seeds, short
 from parity.report.record import ERROR, FAILED, PASSED, SKIPPED, Item, precisions, worst_of_each_tensor
+from parity.report.templates import render
 from parity.result import Determinism, Finding, Histogram, Profile, Result, Status, TensorResult
 
 # The content of the page as plain data.
@@ -394,7 +394,8 @@ def draw_with(plots_by: str, run: Digest, name: str, runs: Comparison | None = N
     """Return the page with another plotting library, or without one. The other arguments are those of ``draw``."""
     view = page(run, name, runs)
     scripts = [plots_by, script()]
-    text = _load_template().render(
+    return render(
+        "report/page.html.jinja",
         page=view,
         columns=COLUMNS,
         style=Markup(_read_file("page.css")),
@@ -402,7 +403,6 @@ def draw_with(plots_by: str, run: Digest, name: str, runs: Comparison | None = N
         hashes=Markup(" ".join(f"'sha256-{_hash_script(script)}'" for script in scripts)),
         data=Markup(data_of(view.plots)),
     )
-    return text + "\n"
 
 
 @functools.cache
@@ -443,19 +443,6 @@ def _hash_script(script: str) -> str:
 
 def _read_file(name: str) -> str:
     return (resources.files(__package__) / name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def _load_template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True,
-        # Control characters become escapes, but not in the page's own markup.
-        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else shown.text(value),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.from_string(_read_file("page.html.jinja"))
 
 
 # The content of a page's plots, as plain numbers and in words. The page's script draws them.

@@ -8,7 +8,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 from parity import shown
 from parity.judge.limits import MARGIN, describe
 from parity.report import failure
-from parity.report.environment import Environment, limits_in_words, limits_section
+from parity.report.environment import Environment, limits_in_words, limits_table
 from parity.report.numbers import markdown_table, plural, seeds, short
 from parity.report.record import (
-    ERROR,
     FAILED,
     PASSED,
-    SKIPPED,
     AtWorst,
     Item,
     Record,
@@ -33,6 +31,7 @@ from parity.report.record import (
     verdict_of,
     worst_of_each_tensor,
 )
+from parity.report.templates import render
 from parity.result import Determinism, Finding, Result, Status, TensorResult
 from parity.shown import few_of
 
@@ -250,6 +249,53 @@ _COLUMNS = ("precision", "size", "tensor", *failure.FIGURES, "margin")
 _TEXT_COLUMNS = 3
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """What the report tells of an item that failed, or could not be compared."""
+
+    item: Item
+    verdict: str
+    findings: list[Finding]
+    repairs: list[str]
+    headline: str
+    details: list[str]
+    command: str
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What the report tells of a case: its worst item, and tables of its trainings and tensors."""
+
+    worst: Item
+    verdict: str
+    fp32: tuple[Item, TensorResult] | None
+    attention: dict[str, list[str]]
+    trainings: str
+    tensors: str
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What ``report.md.jinja`` shows of a run. Tables are markdown."""
+
+    name: str
+    verdict: str
+    matrix: str
+    margin: str
+    tolerance: str
+    has_fp32: bool
+    uncollected: Collection[Uncollected]
+    failures: list[_Failure]
+    environment: str
+    limits: str
+    skips: dict[str, list[Item]]
+    notes: dict[str, list[str]]
+    determinism: dict[str, list[Item]]
+    count: int
+    omitted: int
+    cases: list[_Case]
+
+
 def draw(run: Digest, name: str) -> str:
     """Return the whole report as GitHub markdown.
 
@@ -257,28 +303,32 @@ def draw(run: Digest, name: str) -> str:
         run: the run that it shows.
         name: the report's name, for its title.
     """
-    items = run.items
-    failed = [item for item in items if item.status in ("failed", "error")]
-    skipped = [item for item in items if item.status == "skipped"]
-    sections = [
-        f"# Parity report: {shown.prose(name)}",
-        f"**{verdict(run)}**",
-        "## Cases by precision",
-        draw_matrix(items),
-        *_how_to_read(items),
-        *_draw_uncollected(run),
-        *_draw_failures(failed, run.environment.limits),
-        "## Environment",
-        _draw_environment(run.environment),
-        *limits_section(run.environment.limits_compared),
-        *_draw_skips(skipped),
-        *_draw_notes(run, items),
-        *_draw_determinism([result for item in items for result in item.results]),
-        "## Case by case",
-        *_describe_omitted(run),
-        *_draw_cases(items),
-    ]
-    return shown.text("\n\n".join(sections) + "\n")
+    items, limits = run.items, run.environment.limits
+    compared = [item for item in items if item.worst.tensors]
+    report = _Report(
+        name=name,
+        verdict=verdict(run),
+        matrix=draw_matrix(items),
+        margin=MARGIN,
+        tolerance=describe(),
+        has_fp32=any(item.precision == "fp32" for item in items),
+        uncollected=run.uncollected.values(),
+        failures=[_describe_failure(item, limits) for item in items if item.status in ("failed", "error")],
+        environment=_tabulate_environment(run.environment),
+        limits=limits_table(run.environment.limits_compared),
+        skips=_group_items(items, lambda item: [item.results[0].reason] if item.status == "skipped" else []),
+        notes=_group_notes(run),
+        determinism=_group_items(
+            items, lambda item: [result.determinism.summary for result in item.results if result.determinism]
+        ),
+        count=run.counts.total(),
+        omitted=run.counts.total() - len(items),
+        cases=[
+            _describe_case([item for item in compared if item.case == case])
+            for case in dict.fromkeys(item.case for item in compared)
+        ],
+    )
+    return render("report/report.md.jinja", report=report, same_bytes=Determinism().summary)
 
 
 def verdict(run: Digest, prose: Callable[[str], str] = shown.prose) -> str:
@@ -324,7 +374,7 @@ def _describe_worst(items: Sequence[Item]) -> str:
     return f", worst margin {worst.margin} at {shown.code(worst.name)}" if worst else ""
 
 
-def _draw_environment(environment: Environment) -> str:
+def _tabulate_environment(environment: Environment) -> str:
     rows = {name: shown.prose(value) for name, value in environment.facts.items()}
     rows["kernels"] = f"**{shown.prose(environment.kernels)}**"
     rows["seeds"] = seeds(environment.seeds)
@@ -333,180 +383,76 @@ def _draw_environment(environment: Environment) -> str:
     return markdown_table(rows.items(), ["environment", ""])
 
 
-def _how_to_read(items: Sequence[Item]) -> Iterator[str]:
-    yield (
-        f"A cell holds the worst **margin** over all sizes, seeds and tensors: {MARGIN}. "
-        f"Up to 1 passes ({PASSED}), above 1 fails ({FAILED}); {ERROR} could not be compared, "
-        f"{SKIPPED} was skipped, an empty cell was not asked for."
+def _describe_failure(item: Item, limits: str) -> _Failure:
+    findings = failure.findings(item)
+    headline, *more = failure.headline(item).split("\n")
+    return _Failure(
+        item=item,
+        verdict=verdict_of(item),
+        findings=findings,
+        repairs=_list_repairs(findings),
+        headline=headline,
+        details=[*more, *failure.measures(item.worst)],
+        command=failure.reproduce(item.worst, limits),
     )
-    lines = [
-        "- **golden**: the plain PyTorch reference in FP64, on the same rounded weights and inputs.",
-        "- **expected**: the error that this reference has if it rounds as the precision does, by the rounding model: "
-        "a faithful port has it as well.",
-        f"- **tolerance**: {describe()}",
-        "- Errors are those of the TransformerEngine module against golden, in outputs, input gradients and weight "
-        "gradients, all in the reference's layout.",
-    ]
-    if any(item.precision == "fp32" for item in items):
-        lines.append(
-            "- **fp32**: TransformerEngine computes every FP32 GEMM in TF32 (10 mantissa bits), so a faithful port has "
-            "the error of TF32, far above that of true FP32."
-        )
-    yield "<details>\n<summary>What the words mean</summary>"
-    yield "\n".join(lines)
-    yield "</details>"
 
 
-def _draw_uncollected(run: Digest) -> Iterator[str]:
-    """Yield the section on pairs and files that were not collected, with the reasons."""
-    if run.uncollected:
-        yield "## Not collected"
-        yield "None of these was compared; fix what is wrong with them first."
-    for each in run.uncollected.values():
-        yield f"{shown.code(each.node_id)}:"
-        yield shown.fence(each.message.splitlines())
-
-
-def _draw_failures(failed: Sequence[Item], table: str) -> Iterator[str]:
-    if failed:
-        yield "## Failed"
-    for item in failed:
-        yield f"### {verdict_of(item)} {shown.code(item.name)}"
-        findings = failure.findings(item)
-        if findings:
-            yield "\n".join(
-                f"- **{shown.prose(finding.name)}**: {shown.prose(finding.message)}" for finding in findings
-            )
-            yield from _draw_repairs(findings)
-        headline, *more = failure.headline(item).split("\n")
-        yield shown.prose(headline)
-        if more := [*more, *failure.measures(item.worst)]:
-            yield shown.fence(more)
-        if item.worst.traceback:
-            yield "<details>\n<summary>Traceback</summary>"
-            yield shown.fence(item.worst.traceback.splitlines())
-            yield "</details>"
-        yield "Run it alone:"
-        yield shown.fence([failure.reproduce(item.worst, table)])
-
-
-def _draw_repairs(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the lines of code that the findings would change, if they name any."""
+def _list_repairs(findings: Sequence[Finding]) -> list[str]:
+    """Return the lines of code that the findings would change, with signs as in a diff."""
     lines = []
     for one in dict.fromkeys(repair(finding) for finding in findings):
         lines += [f"- {line}" for line in one.now if one.then] + [f"+ {line}" for line in one.then]
-    if lines:
-        yield shown.fence(lines)
+    return lines
 
 
-def _draw_skips(skipped: Sequence[Item]) -> Iterator[str]:
-    if not skipped:
-        return
-    yield "## Skipped"
-    by_reason: dict[str, list[str]] = {}
-    for item in skipped:
-        by_reason.setdefault(item.results[0].reason, []).append(shown.code(item.name))
-    yield "\n".join(f"- {shown.prose(reason)}: {', '.join(names)}" for reason, names in by_reason.items())
-
-
-def _draw_notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
-    """Yield the section on what comparisons leave unproven: each note once, including those of items not shown."""
-    by_note: dict[str, dict[str, None]] = {}
+def _group_items(items: Iterable[Item], texts_of: Callable[[Item], Iterable[str]]) -> dict[str, list[Item]]:
+    """Return each text with the items that it is told of."""
+    found: dict[str, list[Item]] = {}
     for item in items:
-        for note in (note for result in item.results for note in result.notes):
-            by_note.setdefault(note, {})[shown.code(item.name)] = None
-    for note in run.notes:
-        by_note.setdefault(note, {})
-    if by_note:
-        yield "## Notes"
-        yield "\n".join(
-            f"- {shown.prose(note)} ({_list_names(names, run.notes[note])})" for note, names in by_note.items()
-        )
+        for text in dict.fromkeys(texts_of(item)):
+            found.setdefault(text, []).append(item)
+    return found
 
 
-def _list_names(names: Collection[str], count: int) -> str:
-    """Return the names of the items that are shown, and how many more there are."""
-    others = count - len(names)
-    return ", ".join([*names, *([f"{plural(others, 'item')} not shown here"] if others else [])])
+def _group_notes(run: Digest) -> dict[str, list[str]]:
+    """Return each note with the items that have it, those that are not shown as a count."""
+    by_note = _group_items(run.items, lambda item: _notes_of(item.results))
+    found = {note: [shown.code(item.name) for item in items] for note, items in by_note.items()}
+    for note, count in run.notes.items():
+        names = found.setdefault(note, [])
+        if others := count - len(names):
+            names.append(f"{plural(others, 'item')} not shown here")
+    return found
 
 
-def _draw_determinism(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the section on how many candidates gave the same bytes again, and what the others did."""
-    by_summary: dict[str, dict[str, None]] = {}
-    for result in results:
-        if result.determinism is not None:
-            by_summary.setdefault(result.determinism.summary, {})[shown.code(result.item)] = None
-    if by_summary:
-        same = Determinism().summary
-        yield "## Determinism"
-        yield "Each candidate was built again, and ran on the same inputs and from the same random state."
-        yield "\n".join(
-            f"- {shown.prose(summary)}: {plural(len(names), 'item') if summary == same else ', '.join(names)}"
-            for summary, names in by_summary.items()
-        )
+def _describe_case(items: Sequence[Item]) -> _Case:
+    worst = max(items, key=lambda item: item.severity)
+    many_seeds = any(len(item.results) > 1 for item in items)
+    trained = [result for item in items for result in item.results if result.steps]
+    by_backend = _group_items(items, lambda item: [result.attention for result in item.results if result.attention])
+    headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
+    return _Case(
+        worst=worst,
+        verdict=verdict_of(worst),
+        fp32=_find_fp32_output(items),
+        attention={
+            backend: [item.name.removeprefix(item.case).strip("[]") for item in ran]
+            for backend, ran in by_backend.items()
+        },
+        trainings=summary(trained) if trained else "",
+        tensors=markdown_table([row for item in items for row in _make_rows(item, many_seeds)], headers, _TEXT_COLUMNS),
+    )
 
 
-def _describe_omitted(run: Digest) -> Iterator[str]:
-    omitted = run.counts.total() - len(run.items)
-    if omitted:
-        yield (
-            f"Of {run.counts.total():,} items, the worst of each case and precision are shown here and above; the "
-            f"record has the other {omitted:,} as well."
-        )
-
-
-def _draw_cases(items: Sequence[Item]) -> Iterator[str]:
-    yield "Of items that passed, the worst tensor is shown; the page beside this file and the record have the others."
-    for case in dict.fromkeys(item.case for item in items):
-        of_case = [item for item in items if item.case == case and item.worst.tensors]
-        if not of_case:
-            continue
-        worst = max(of_case, key=lambda item: item.severity)
-        yield "<details>"
-        told = f"worst {verdict_of(worst)} at {shown.in_html(worst.precision)}"
-        yield f"<summary><code>{shown.in_html(case)}</code>: {told}</summary>"
-        yield from _expected_fp32(of_case)
-        yield from _describe_attention(of_case)
-        many_seeds = any(len(item.results) > 1 for item in of_case)
-        trained = [result for item in of_case for result in item.results if result.steps]
-        if trained:
-            yield summary(trained)
-        rows = [row for item in of_case for row in _make_rows(item, many_seeds)]
-        headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
-        yield markdown_table(rows, headers, left=_TEXT_COLUMNS)
-        yield "</details>"
-
-
-def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
-    """Yield the error that TF32 causes in a faithful port, because people expect true FP32 and suspect a mistake."""
+def _find_fp32_output(items: Sequence[Item]) -> tuple[Item, TensorResult] | None:
+    """Return the FP32 output with the largest expected error, because people expect no TF32 and suspect a mistake."""
     outputs = [
         (item, tensor)
         for item in items
         for tensor in item.worst.tensors
         if item.precision == "fp32" and tensor.kind == "output"
     ]
-    if not outputs:
-        return
-    item, tensor = max(outputs, key=lambda pair: pair[1].expected.relative_l2)
-    expected = tensor.expected
-    yield (
-        f"Expected FP32 error (TF32 in GEMMs) of {shown.code(tensor.label)} at {shown.prose(item.size_label)}: "
-        f"relative L2 {short(expected.relative_l2)}, max abs {short(expected.max_abs)}."
-    )
-
-
-def _describe_attention(items: Sequence[Item]) -> Iterator[str]:
-    """Yield a sentence on which attention backends TE ran at which precisions and sizes."""
-    ran: dict[str, dict[str, None]] = {}
-    for item in items:
-        for backend in {result.attention: None for result in item.results if result.attention}:
-            ran.setdefault(backend, {})[item.name.removeprefix(item.case).strip("[]")] = None
-    if ran:
-        yield (
-            "Attention: "
-            + "; ".join(f"{shown.prose(backend)} in {shown.prose(', '.join(where))}" for backend, where in ran.items())
-            + "."
-        )
+    return max(outputs, key=lambda pair: pair[1].expected.relative_l2, default=None)
 
 
 def _make_rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
@@ -608,53 +554,33 @@ def write(curves: Sequence[Curve], path: Path) -> Path | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if plot is not None:
         drawn(curves).savefig(plot, dpi=110)
-    path.write_text(shown.text("\n\n".join(_draw_sections(curves, plot)) + "\n"), encoding="utf-8")
+    report = render(
+        "report/trainings.md.jinja",
+        emulated=any(curve.result.backend == "cpu" for curve in curves),
+        summary=summary([curve.result for curve in curves]),
+        drawn=max((curve.band.drawn for curve in curves if curve.band is not None), default=0),
+        over_seeds=over_seeds(curves),
+        plot=plot.name if plot is not None else "",
+        trainings=[(curve.result, left(curve), _tabulate_steps(curve)) for curve in curves],
+    )
+    path.write_text(report, encoding="utf-8")
     return plot
 
 
-def _draw_sections(curves: Sequence[Curve], plot: Path | None) -> Iterator[str]:
-    yield "# Trainings"
-    backends = {curve.result.backend for curve in curves}
-    if "cpu" in backends:
-        yield "TE's kernels here are emulated: TransformerEngine's own Python on parity's CPU kernels."
-    yield (
-        "*reference* is the loss that the reference in FP64 has with the candidate's weights and batch: the same step. "
-        "*its own* is the loss of the reference's own training, from which right trainings drift away by chance; *low* "
-        "and *high* are how far. *margin* is the largest of the step's tensors; up to 1 passes, whatever the band says."
-    )
-    yield summary([curve.result for curve in curves])
-    if drawn_from := {curve.band.drawn for curve in curves if curve.band is not None}:
-        yield (
-            f"Bands are drawn from {max(drawn_from)} trainings of each reference under the precision's rounding model, "
-            "with roundings that are drawn anew for each step. A right training whose errors are those of the model "
-            "leaves its band at some step once in 20 times. A deviation is how far the last loss is from that of the "
-            "reference's own training, over the root mean square of how far those trainings' last losses are."
-        )
-    if together := over_seeds(curves):
-        yield together
-    if plot is not None:
-        yield f"![losses and margins]({plot.name})"
-    for curve in curves:
-        result = curve.result
-        yield f"## {shown.prose(result.item)}, seed {result.seed}: {result.status}"
-        if result.reason:
-            yield shown.prose(f"{result.reason[:1].upper()}{result.reason[1:]}.")
-        for finding in result.findings:
-            yield f"- **{shown.prose(finding.name)}**: {shown.prose(finding.message)}"
-        if told := left(curve):
-            yield shown.prose(f"{told[:1].upper()}{told[1:]}.")
-        columns: list[tuple[str, Sequence[float]]] = [
-            ("loss", [step.loss for step in result.steps]),
-            ("reference", [step.golden for step in result.steps]),
-        ]
-        if curve.band is not None:
-            columns += [("its own", curve.band.free), ("low", curve.band.low), ("high", curve.band.high)]
-        losses = zip(*(numbers for _, numbers in columns), strict=False)
-        rows = [
-            (step.number, *(f"{loss:.6g}" for loss in some), short(step.margin))
-            for step, some in zip(result.steps, losses, strict=False)
-        ]
-        yield markdown_table(rows, ("step", *(name for name, _ in columns), "margin"))
+def _tabulate_steps(curve: Curve) -> str:
+    steps = curve.result.steps
+    columns: dict[str, Sequence[float]] = {
+        "loss": [step.loss for step in steps],
+        "reference": [step.golden for step in steps],
+    }
+    if curve.band is not None:
+        columns.update({"its own": curve.band.free, "low": curve.band.low, "high": curve.band.high})
+    losses = zip(*columns.values(), strict=False)
+    rows = [
+        (step.number, *(f"{loss:.6g}" for loss in some), short(step.margin))
+        for step, some in zip(steps, losses, strict=False)
+    ]
+    return markdown_table(rows, ("step", *columns, "margin"))
 
 
 def drawn(curves: Sequence[Curve]) -> Figure:

@@ -38,6 +38,7 @@ from parity.reading import NotReadableError
 from parity.report import environment
 from parity.report.environment import Environment, to_json
 from parity.report.numbers import markdown_table, short
+from parity.report.templates import render
 from parity.shown import one_line
 from parity.te import Backend
 from parity.te.devices import cuda_works
@@ -446,7 +447,6 @@ def _describe_distance(distance: Distance) -> Entry:
 
 
 _HEADERS = ("kernel", "variant", "shapes", "result", "equal to the bit", "max ulps", "relative", "GPU µs")
-_TRIAL = "**A trial without a GPU: both sides are the CPU kernels, in two processes. It says nothing about real ones.**"
 
 
 @dataclass(frozen=True)
@@ -494,26 +494,19 @@ def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_g
     """
     made = list(comparisons)
     facts = {**environment.facts, "emulated GPU": emulated_gpu}
-    parts = [
-        "# CPU kernels against TransformerEngine's",
-        *(() if environment.backend == "gpu" else (_TRIAL,)),
-        "Made by `parity kernels`: the same inputs for the compiled kernels on the GPU and for the CPU kernels. "
-        "*Equal to the bit* is the fraction of elements; *max ulps* counts the numbers of the result's own format from "
-        "one result to the other; *relative* is the difference in the Euclidean norm. The time is the GPU's for the "
-        "whole call as the table makes it, a forward pass before its backward one and the casts of quantized operands "
-        "included. Sums differ in the order of their terms, so GEMMs, norms and bias gradients need not "
-        "be equal; casts, scales and amaxes of equal inputs are.",
-        markdown_table(facts.items(), ("environment", "")),
-    ]
-    for family, group in itertools.groupby(made, lambda comparison: comparison.call.family):
-        parts += [
-            f"## {family}",
-            markdown_table([row for comparison in group for row in _format_rows(comparison)], _HEADERS),
-        ]
+    families = itertools.groupby(made, lambda comparison: comparison.call.family)
     missing = [(c.call.kernel, c.call.variant, c.why_none) for c in made if c.why_none is not None]
-    parts += ["## Not compared", markdown_table(missing, ("kernel", "variant", "why")) if missing else "None."]
-    parts += ["## CPU kernels that the table leaves out", markdown_table(NOT_CALLED.items(), ("kernel", "why"))]
-    return "\n\n".join(parts) + "\n"
+    return render(
+        "measuring/kernel_table/report.md.jinja",
+        real=environment.backend == "gpu",
+        environment=markdown_table(facts.items(), ("environment", "")),
+        families=[
+            (family, markdown_table([row for comparison in group for row in _format_rows(comparison)], _HEADERS))
+            for family, group in families
+        ],
+        missing=markdown_table(missing, ("kernel", "variant", "why")) if missing else "None.",
+        not_called=markdown_table(NOT_CALLED.items(), ("kernel", "why")),
+    )
 
 
 def _format_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:

@@ -22,6 +22,7 @@ from parity.measuring.throughput.record import EMULATED, GpuState, Peak, Record,
 from parity.measuring.throughput.workload import COMPILED, Implementation, Workload, implementations
 from parity.progress import Following
 from parity.report.numbers import markdown_table, short
+from parity.report.templates import render
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -199,15 +200,6 @@ def _draw_panel(axis: Axes, title: str, rows: list[Row]) -> None:
 
 
 _BASE = ("eager", "bf16")
-_HOW_TO_READ = """\
-*Eager* and *compiled* (`torch.compile`) are the plain module (the built-in modules with
-`F.scaled_dot_product_attention` instead of attention written out); *TE* is its port. A time is the median of repeated
-passes over several inputs in turn, with its quartiles; a forward pass keeps what the backward pass needs, and in FP8
-casts the weights again, as in a step without gradient accumulation. FLOPs are those of the matrix products
-(`parity/measuring/flops.py`), the same for all implementations, without pairs of a query and a key that a mask hides.
-*Of peak* is the rate over both passes as a share of that of the fastest large matrix product in that format on this
-device (TE computes FP32 in TF32). *Memory* is the peak of the passes, parameters included. *Error* is the worst
-output's relative L2 error, against the plain module in FP64 on the same rounded weights and inputs."""
 _ROW_HEADERS = (
     *("implementation", "forward ms", "backward ms", "TFLOP/s forward", "TFLOP/s backward", "of peak", "memory GiB"),
     *("error", "MHz", "°C", "notes"),
@@ -230,32 +222,19 @@ def draw(found: Record, plot: str | None) -> str:
         found: what has been measured.
         plot: the file name of the plot, or None if there is none.
     """
-    return "\n\n".join(_compose_sections(found, plot)) + "\n"
-
-
-def _compose_sections(found: Record, plot: str | None) -> Iterator[str]:
-    yield "# Throughput, on emulated kernels" if found.is_emulated else "# Throughput"
-    if found.is_emulated:
-        yield f"**{EMULATED}.** The plain module's times are this processor's."
-    if found.environment is not None:
-        yield markdown_table(found.environment.facts.items(), ("environment", ""))
-    yield _HOW_TO_READ
-    yield "## What each precision buys and costs"
-    yield (
-        "How many times as fast as the plain module, eager in BF16, forward and backward together; then the error "
-        "of the output."
+    here = found.environment
+    return render(
+        "measuring/throughput/report.md.jinja",
+        emulated=EMULATED if found.is_emulated else "",
+        environment=markdown_table(here.facts.items(), ("environment", "")) if here is not None else "",
+        summary=_tabulate_summary(found.rows),
+        plot=plot,
+        peaks=_tabulate_peaks(found.peaks),
+        workloads={
+            workload: markdown_table([(row.name, *_format_cells(row, found)) for row in rows], _ROW_HEADERS)
+            for workload, rows in _by_workload(found.rows).items()
+        },
     )
-    yield _tabulate_summary(found.rows)
-    if plot is not None:
-        yield f"![Speed against error]({plot})"
-    else:
-        yield "There is no plot: matplotlib is not installed, or nothing has an error."
-    yield "## The device's peak"
-    yield _tabulate_peaks(found.peaks)
-    for workload, rows in _by_workload(found.rows).items():
-        yield f"## {workload}"
-        yield markdown_table([(row.name, *_format_cells(row, found)) for row in rows], _ROW_HEADERS)
-    yield "Made by `parity throughput`."
 
 
 def _by_workload(rows: Sequence[Row]) -> dict[str, list[Row]]:
