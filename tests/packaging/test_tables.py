@@ -29,6 +29,13 @@ def test_each_name_of_a_layer_shows_its_parts() -> None:
             assert parts_by_unit([unit])[unit] == layer.parts
 
 
+def test_each_name_of_a_norm_shows_its_part() -> None:
+    for part, names in VOCABULARY.norms.items():
+        for name in names:
+            (unit,) = units_of({f"model.{name}.weight": (8,)})
+            assert parts_by_unit([unit]) == {unit: (part,)}
+
+
 @pytest.mark.parametrize(
     ("table", "kind", "right", "wrong", "told"),
     [

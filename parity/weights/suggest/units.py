@@ -179,7 +179,7 @@ def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
 
 def is_norm(unit: Unit) -> bool:
     """Return whether it is named like a norm."""
-    return bool(unit.words) and _IS_NORM.fullmatch(unit.words[-1]) is not None
+    return bool(unit.words) and (unit.words[-1] in _NORM_OF or _IS_NORM.fullmatch(unit.words[-1]) is not None)
 
 
 def _find_parts(unit: Unit, siblings: Sequence[Unit], everything: Sequence[Unit]) -> Parts:
