@@ -1,4 +1,4 @@
-"""Read JSON from files that may be damaged: what is wrong is reported in one sentence, with its line."""
+"""Read JSON and TOML files that may be damaged: what is wrong is reported in one sentence, with its line or key."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from parity.settings import tomllib
 from parity.user_error import UserError
 
 # One JSON text, and what can be wrong with it.
@@ -93,6 +94,27 @@ def bytes_of(path: Path, what: str) -> bytes:
     except (OSError, ValueError) as error:  # a path with NUL, or with something UTF-8 lacks
         why_not = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"cannot read {f'{what} ' if what else ''}{path}: {why_not}") from None
+
+
+def read_toml(path: Path, kind: type[Content]) -> Content:
+    """Return the content of a TOML file.
+
+    Args:
+        path: the file's path.
+        kind: what its content is, such as a dataclass; pydantic turns TOML's plain values into it.
+
+    Raises:
+        UserError: if it cannot be read, is not TOML, or is not of that kind; names the file, and the line or each key.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(tomllib.loads(bytes_of(path, "").decode()))
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
+        raise UserError(f"{path}: {'; '.join(wrong)}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not TOML: {error}") from None
 
 
 # Files of JSON lines. Each line is read by itself, so that a bad one does not affect the others.

@@ -80,7 +80,7 @@ def run(
     last_failed: Annotated[bool, typer.Option("--lf", help="Only what failed last; all if nothing did.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that did not end.")] = False,
     steps: Annotated[str | None, typer.Option(help="Train every pair for so many steps, 0 for none.")] = None,
-    engine: Annotated[str | None, typer.Option(help="local, or ray for the nodes of a Ray cluster [local].")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, ray (a Ray cluster), or an installed one [local].")] = None,
     address: Annotated[str | None, typer.Option(help="Address of the Ray cluster; local starts one here.")] = None,
     save_as: Annotated[str | None, typer.Option(help="Keep the record as a baseline of this name.")] = None,
     against: Annotated[str | None, typer.Option(help="A baseline or a record: tell what changed since.")] = None,

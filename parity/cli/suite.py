@@ -22,7 +22,7 @@ from parity.case.validate import check_case
 from parity.judge.limits import packaged
 from parity.machine import process
 from parity.passes.refusals import NothingToJudge
-from parity.plugin import collecting, options
+from parity.plugin import collecting, engines, options
 from parity.plugin.collecting import unknown_pairs
 from parity.plugin.options import check_file
 from parity.progress import Following, followed, is_quiet
@@ -464,7 +464,7 @@ def engine(name: str | None, address: str | None) -> list[str]:
     """
     if name is not None:
         options.parse_engine(name)
-    if address is not None and name != "ray":
+    if address is not None and name in (None, engines.LOCAL):
         raise UserError("--address is for a Ray cluster: add --engine ray")
     given = {"engine": name, "address": address}
     return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]

@@ -29,7 +29,7 @@ from parity import reading, shown
 from parity.machine import files
 from parity.machine.process import processes
 from parity.progress import followed
-from parity.reading import LeftOut, NotReadableError
+from parity.reading import LeftOut, NotReadableError, read_toml
 from parity.report.environment import cpu_model, gpu_name, made_by
 
 # A number that a record keeps with four digits, and NaN as null.
@@ -138,8 +138,8 @@ _NO_PART = ("parity.measuring.record", "parity.user_error", "te_on_cpu")
 def code_of(module: str) -> Mapping[str, str]:
     """Return checksums of a module and of all that it imports, directly or not, with torch's version and the machine.
 
-    Code that only writes a report is left out, since reports are drawn from the record each time. Comments, docstrings
-    and formatting do not count, either.
+    A table beside a module, a TOML file of its name, counts as well. Code that only writes a report is left out, since
+    reports are drawn from the record each time. Comments, docstrings and formatting do not count, either.
 
     Args:
         module: the name of a module of parity.
@@ -152,6 +152,8 @@ def code_of(module: str) -> Mapping[str, str]:
         if path is not None:
             found[name], imported = _of_source(path.read_text(encoding="utf-8"))
             pending += imported
+            if (table := path.with_suffix(".toml")).is_file():
+                found[f"{name}'s table"] = f"{zlib.crc32(repr(read_toml(table, dict)).encode()):08x}"
     machine = gpu_name() if torch.cuda.is_available() else cpu_model()
     return {"torch": torch.__version__, "machine": machine} | dict(sorted(found.items()))
 

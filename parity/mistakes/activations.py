@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.mistakes.alternatives import GATE_LIMITS, LEAKY_SLOPE, numbers, tunable
+from parity.mistakes.alternatives import numbers, tunable
 from parity.mistakes.hypothesis import (
     MOST_PLACES,
     Hypothesis,
@@ -26,6 +26,7 @@ from parity.mistakes.hypothesis import (
     titled,
     to_be_bounded,
 )
+from parity.mistakes.usual_numbers import USUAL
 from parity.trace.trace import (
     CASTS,
     Call,
@@ -201,7 +202,7 @@ def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
             f"give TE the reference's activation, {right}; it computes {name}",
             having(name=name),
             subtle=name in GELUS and all(one.name in GELUS for one in found),
-            value=LEAKY_SLOPE if name == "leaky relu" else None,
+            value=USUAL.leaky_slope if name == "leaky relu" else None,
             tuned=tunable(_leaky) if name == "leaky relu" else None,
         )
 
@@ -241,14 +242,14 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
             # Units with an activation that is not made of a sigmoid are never clamped.
             having(lambda unit: unit.activation in by_sigmoid, activation=activation, limit=limit, offset=offset),
             subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units}
-            and limit in (math.inf, *GATE_LIMITS),
+            and limit in (math.inf, *USUAL.gate_limits),
         )
 
     for activation in by_sigmoid:
         for offset in (0.0, 1.0):
             another = partial(clamped, activation, offset)
             yield another(math.inf)
-            yield from numbers(another, own, GATE_LIMITS)
+            yield from numbers(another, own, USUAL.gate_limits)
 
 
 def _clamping(activation: str, limit: float, offset: float) -> str:

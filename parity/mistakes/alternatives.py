@@ -19,57 +19,6 @@ from torch.utils._pytree import tree_map
 from parity.mistakes.hypothesis import Mistake
 from parity.trace.trace import CASTS, JOINS, RESHAPES, Call, Trace, Value, argument, back, binary, edit, ordinal, users
 
-NORM_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
-"""eps of TE's modules, of Llama, and of BERT's family."""
-
-LARGE_NORM_EPS = (1e-4, 1e-3)
-"""eps of Keras and of models converted from it. Matched filters leave these out: those for smaller eps detect them."""
-
-ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
-"""Bases of Llama, Llama 3, Qwen, and others between them, the likeliest first."""
-
-GRID_ROPE_BASES = (100.0, 10_000.0)
-"""Bases of rotations by rows and columns: that of DINOv3 and EVA-02, and that of most other models."""
-
-ROPE_SHARES = (0.25, 0.5, 0.75, 1.0, 0.375, 0.125, 0.625, 0.875)
-"""Shares of a head's channels that models rotate, and the eighths between them."""
-
-LLAMA3_LENGTHS, YARN_LENGTHS = (8192.0,), (4096.0, 32768.0)
-"""Lengths that models were trained with before their frequencies were scaled."""
-
-LLAMA3_FACTORS, YARN_FACTORS = (8.0, 32.0), (4.0, 40.0)
-"""Factors by which published models scale their frequencies."""
-
-INTERPOLATION_FACTORS = (2.0, 4.0, 8.0)
-"""Factors by which positions are divided (TE's ``seq_len_interpolation_factor``)."""
-
-SOFTCAPS = (30.0, 50.0)
-"""Gemma 2's caps of logits and of scores."""
-
-GATE_LIMITS = (7.0, 10.0, 2.0)
-"""Limits of clamped gated units: gpt-oss's, another common one, and one from which a search reaches smaller ones."""
-
-LEAKY_SLOPE = 0.01
-"""PyTorch's slope of leaky ReLU."""
-
-LABEL_SMOOTHINGS = (0.1,)
-"""The label smoothing that most people use."""
-
-Z_LOSSES = (1e-4, 1e-3, 1e-2)
-"""Factors of the z-loss: PaLM's and larger ones."""
-
-TEMPERATURES = (0.7, 0.6, 0.8, 1.2)
-"""Temperatures at which tokens are sampled."""
-
-WEIGHT_DECAYS = (0.01, 0.1)
-"""``torch.optim.AdamW``'s default, and that of most language models."""
-
-MOMENTA = (0.9, 0.95, 0.99, 0.999)
-"""Momenta of SGD and betas of Adam."""
-
-OPTIMIZER_EPS = (1e-8, 1e-6, 1e-5)
-"""eps of Adam: PyTorch's default and those of some large models."""
-
 # Factors for the reference's own number, so close to 1 that the error falls whichever side the port's number is on.
 _NEAR = (0.9, 1.1)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity.mistakes.alternatives import SOFTCAPS, numbers, tunable
+from parity.mistakes.alternatives import numbers, tunable
 from parity.mistakes.attention import (
     Attention,
     Rearrange,
@@ -42,6 +42,7 @@ from parity.mistakes.hypothesis import (
     within,
 )
 from parity.mistakes.masks import band_instead, hiding_too, mask_mistakes, seen_in
+from parity.mistakes.usual_numbers import USUAL
 from parity.trace.trace import (
     CASTS,
     JOINS,
@@ -199,7 +200,7 @@ def _scale(right: float, scale: float, described: str = "") -> Mistake[Attention
 def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
     another = partial(_softcap, attention.softcap)
     yield another(math.inf)
-    yield from numbers(another, [attention.softcap], SOFTCAPS)
+    yield from numbers(another, [attention.softcap], USUAL.softcaps)
     if math.isfinite(attention.softcap):
         late = f"capped after it, hidden keys have the score {-attention.softcap:g} and are seen"
         repair = f"cap the scores before the mask hides keys; {late}"
@@ -349,7 +350,7 @@ def softcap_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     found = caps(trace)
     for right, alike in grouped(found or _uncapped(trace), lambda one: one.cap).items():
         another = partial(_cap_instead, right)
-        mistakes = chain([another(math.inf)], numbers(another, [right], SOFTCAPS))
+        mistakes = chain([another(math.inf)], numbers(another, [right], USUAL.softcaps))
         yield from everywhere_and_somewhere(mistakes, alike, lambda one: one.call.module)
 
 

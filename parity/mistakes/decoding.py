@@ -13,10 +13,9 @@ from torch import Tensor
 from parity.mistakes.attention import HIDDEN, Attention, Bias, Rearrange, attentions, hidden_keys, traced_bias
 from parity.mistakes.hypothesis import Hypothesis, on_tensors
 from parity.mistakes.rotation import Rotation, rotations, with_positions
+from parity.mistakes.usual_numbers import USUAL
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, Trace
-
-_SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # common lengths of caches
 
 _Hides = Callable[[Tensor, Tensor], Tensor]  # maps positions of queries [q, 1] and keys [k] to which keys are hidden
 
@@ -45,7 +44,7 @@ def decoding_hypotheses(trace: Trace, prompt: int) -> Iterator[Hypothesis]:
     yield from _of_keys(found, prompt)
     yield from _of_cached_keys(found, turned, prompt)
     seq = positions_of(trace) or 0
-    for slots in dict.fromkeys((seq, *_SLOTS)):
+    for slots in dict.fromkeys((seq, *USUAL.cache_lengths)):
         if slots >= seq:
             yield _of_attention(
                 found,

@@ -16,15 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.usual_numbers import USUAL
 from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, argument, back, binary, edit, instead, once_a_trace
 
 Reindex = Callable[[Tensor], Tensor]
 
 _SHIFTS = (-2, -1, 1, 2)
 _FEW_ROWS = 32  # a table with fewer rows is one of token types or segments, not of words
-_SPECIAL_TOKENS = (1, 2, 5)  # how many there are: ViT's class token, DeiT's two, a class token and four registers
 _SAME_ROWS = RESHAPES | {"getitem", "expand"}
-_FARTHEST = (16, 32, 64, 128, 256, 512, 1024)  # distances from which on T5 uses one bucket; T5's own is 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,14 +194,14 @@ def _of_tables() -> Iterator[Mistake[Addition]]:
         told = f"{right}; the port's are off by {-by:+d}"
         yield added(f"table rolled by {by:+d}", told, lambda table, by=by: table.roll(by, -2))  # type: ignore[misc]
     yield from map(_grid_turned, range(2))
-    for count in _SPECIAL_TOKENS:  # these were put in front after the sum
+    for count in USUAL.special_tokens:  # these were put in front after the sum
         told = "add the table's rows to special tokens, too, as the reference does"
         yield added(
             f"table without its first {count}",
             f"{told}; the first {count} positions get none",
             lambda table, count=count: _after(count, table[..., count:, :], table),  # type: ignore[misc]
         )
-    for count in _SPECIAL_TOKENS:  # the port's table has rows only for the patches
+    for count in USUAL.special_tokens:  # the port's table has rows only for the patches
         yield added(
             f"table from position {count} on",
             f"{right}; in the port, the first {count} get none, and the table begins after them",
@@ -276,11 +275,11 @@ def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
         counts = (rows, rows // 2) if rows >= 16 else (rows,)
         return (setting for setting in product((True, False), farthest, counts) if setting[1] > setting[2] // 2)
 
-    tried = chain(known(_FARTHEST), known(range(max(_FARTHEST))))
+    tried = chain(known(USUAL.bucket_distances), known(range(max(USUAL.bucket_distances))))
     right = next((settings for settings in tried if bool((buckets(settings, each) == there).all())), None)
     if right is None:
         return
-    for settings in known((right[1], *(one for one in _FARTHEST if one != right[1]))):
+    for settings in known((right[1], *(one for one in USUAL.bucket_distances if one != right[1]))):
         both_directions, farthest, count = settings
         described = f"of distances in {'both directions' if both_directions else 'one direction'} up to {farthest}"
         described += f", {count} in number" if count != right[2] else ""

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.mistakes.alternatives import LABEL_SMOOTHINGS, TEMPERATURES, Z_LOSSES, numbers
+from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having
+from parity.mistakes.usual_numbers import USUAL
 from parity.trace.trace import (
     CASTS,
     RESHAPES,
@@ -74,7 +75,6 @@ def _average(trace: Trace, call: Call) -> tuple[Value, ...] | None:
 _SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in ("cross_entropy", "nll_loss")}
 _REDUCTIONS = {"mean": OF_COUNTED, "sum": SUM, "none": None}
 _IGNORES_NONE = -100  # PyTorch's default, which is never a label
-_PAD_IDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CrossEntropy:
         ignored: the label that does not count.
         smoothing: the label smoothing.
         has_ignored: whether a label of the traced pass does not count.
-        pads: those of ``_PAD_IDS`` that are among the labels of the traced pass.
+        pads: the usual ids of padding that are among the labels of the traced pass.
         z_loss: the factor of each token's squared logsumexp, which is added to its loss.
         clamped: whether negative labels, which are not classes, count as class 0.
         temperature: the number by which logits are divided.
@@ -157,7 +157,7 @@ def _called(trace: Trace, call: Call) -> CrossEntropy | None:
     average = _REDUCTIONS[given["reduction"]]
     ignored = given["ignore_index"]
     has_ignored = bool((trace.tensor(labels) == ignored).any())
-    pads = tuple(label for label in _PAD_IDS if bool((trace.tensor(labels) == label).any()))
+    pads = tuple(label for label in USUAL.pad_ids if bool((trace.tensor(labels) == label).any()))
     return CrossEntropy(
         call, given["input"], labels, _sequences(trace, labels), average, ignored, smoothing, has_ignored, pads
     )
@@ -189,12 +189,12 @@ def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
         return Mistake("label-smoothing", f"label smoothing {value:.4g}", repair, edits)
 
     yield smoothed(0.0)
-    yield from numbers(smoothed, sorted({one.smoothing for one in found}), LABEL_SMOOTHINGS)
-    yield from numbers(_with_z_loss, usual=Z_LOSSES)
+    yield from numbers(smoothed, sorted({one.smoothing for one in found}), USUAL.label_smoothings)
+    yield from numbers(_with_z_loss, usual=USUAL.z_losses)
 
 
 def _label_mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
-    for label in _PAD_IDS:
+    for label in USUAL.pad_ids:
         ignored = having(lambda one, label=label: label in one.pads, ignored=label)  # type: ignore[misc]
         repair = f"count tokens whose label is {label}, as the reference does; the port ignores them"
         yield Mistake("ignored-label", f"label {label} ignored", repair, ignored)
@@ -427,7 +427,7 @@ def log_prob_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     losses = [one for one in cross_entropies(trace) if one.average is None]
     of_tokens: tuple[Sequence[LogSoftmax | CrossEntropy], ...] = (log_softmaxes(trace), losses)
     for found in of_tokens:
-        temperatures = numbers(_temperature, [1.0], TEMPERATURES)
+        temperatures = numbers(_temperature, [1.0], USUAL.temperatures)
         yield from everywhere_and_somewhere(temperatures, found, lambda one: one.call.module)
     for call in trace.calls:
         if call.name in _GATHERS and (selected := _selected(trace, call)) is not None:

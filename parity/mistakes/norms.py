@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.mistakes.alternatives import LARGE_NORM_EPS, NORM_EPS, numbers
+from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import (
     Hypothesis,
     Mistake,
@@ -24,6 +24,7 @@ from parity.mistakes.hypothesis import (
     short,
     titled,
 )
+from parity.mistakes.usual_numbers import USUAL
 from parity.result import NO_CODE, Code
 from parity.trace.trace import (
     RESHAPES,
@@ -171,7 +172,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, having(eps=eps), eps in told_apart, code=code)
 
     told_apart = _told_apart(named)
-    yield from numbers(with_eps, named, (*NORM_EPS, *LARGE_NORM_EPS))
+    yield from numbers(with_eps, named, (*USUAL.norm_eps, *USUAL.large_norm_eps))
     # BF16 in an FP16 port is not a subtle mistake.
     for low in low_dtypes(dtype):
         yield from _rounded_statistics(low, subtle=dtype in (low, torch.float32))
@@ -254,7 +255,7 @@ def _told_apart(right: Sequence[float]) -> list[float]:
     A matched filter cannot tell such changes apart, because all point along one line.
     """
     kept: list[float] = []
-    for eps in NORM_EPS:
+    for eps in USUAL.norm_eps:
         if not right or not any(all(abs(eps - one) <= 0.5 * abs(one - own) for own in right) for one in kept):
             kept.append(eps)
     return kept
@@ -401,7 +402,6 @@ def _with_parameters(trace: Trace, norm: Norm) -> Norm:
 
 
 _FEWEST = 16  # a group has at least this many channels
-_USUAL_COUNTS = (2, 4, 8)  # numbers of groups to try, as for Mamba 2's norm, even if the reference does not show them
 
 
 @dataclass(frozen=True)
@@ -462,7 +462,7 @@ def _grouped(trace: Trace, norm: Norm) -> _Grouped:
     whole = x.shape[-1] * (1 if axis is None else x.shape[axis])
     shapes = (trace.tensor(made).shape for made in chain(trace, norm.call.outputs[0], RESHAPES))
     cut = {shape[-1] for shape in shapes if whole in (shape[-1] * size for size in shape[:-1])}
-    usual = {whole // count for count in _USUAL_COUNTS if whole % count == 0 and whole // count >= _FEWEST}
+    usual = {whole // count for count in USUAL.norm_groups if whole % count == 0 and whole // count >= _FEWEST}
     return _Grouped(norm, axis, whole, frozenset({whole, *cut, *usual} - {x.shape[-1]}))
 
 

@@ -18,15 +18,15 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from parity.mistakes.alternatives import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS, numbers
+from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import Around, Hypothesis, within
+from parity.mistakes.usual_numbers import USUAL
 from parity.trace.private_functions import clipping_at
 from parity.trace.trace import Call, Edit, Stepped, Trace, Value, back, binary, edit, once_a_trace, settings_of
 
 # Mistakes in rounding weights, in optimizer steps inside a comparison.
 
 
-_STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # bits of an FP32 number that truncation to the dtype drops
 
 
@@ -63,7 +63,7 @@ def _updates(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Tensor, Tensor
     kept = -1 << _DROPPED_BITS[dtype]
     yield "not changed at all", lambda updated, weight: weight
     yield "cut off, not rounded", lambda updated, weight: (updated.view(torch.int32) & kept).view(torch.float32)
-    for steps in _STEPS:
+    for steps in USUAL.additions:
         yield f"rounded after each of {steps} additions", partial(_in_steps, steps, dtype)
 
 
@@ -126,7 +126,7 @@ def _of_any(right: Group) -> Iterator[Hypothesis]:
     # A near rate comes first, so that it is the subtle one: a matched filter needs the direction in which a small
     # change of the rate moves the weights, and a rate ten times as large moves them in another direction.
     yield from _numbers("lr", right, (0.9 * own, 10.0 * own, 0.1 * own), "its learning rate")
-    yield from _numbers("weight_decay", right, (0.0, *WEIGHT_DECAYS), "its weight decay")
+    yield from _numbers("weight_decay", right, (0.0, *USUAL.weight_decays), "its weight decay")
     yield _kind("maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize"))
     yield _kind("no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _set("lr", 0.0))
 
@@ -173,7 +173,7 @@ def _of_adam(right: Group) -> Iterator[Hypothesis]:
     for which in range(2):
         yield from _betas(which, right["betas"])
     yield _kind("amsgrad", "has the opposite", f"give TE amsgrad={right['amsgrad']}", _flipped("amsgrad"))
-    yield from _numbers("eps", right, OPTIMIZER_EPS, "its eps")
+    yield from _numbers("eps", right, USUAL.optimizer_eps, "its eps")
 
 
 def _of_sgd(right: Group) -> Iterator[Hypothesis]:
@@ -182,12 +182,12 @@ def _of_sgd(right: Group) -> Iterator[Hypothesis]:
         text = "has plain momentum" if own else "has Nesterov's momentum"
         yield _kind("nesterov", text, f"give TE nesterov={own}", _nesterov)
         yield from _numbers("dampening", right, (0.0, 0.5, right["momentum"]), "its dampening")
-        yield from _numbers("momentum", right, (0.0, *MOMENTA), "its momentum")
+        yield from _numbers("momentum", right, (0.0, *USUAL.momenta), "its momentum")
         if right["weight_decay"]:
             repair = "add it to the gradient, before momentum: wd_after_momentum=False"
             yield _kind("decay after momentum", "adds the decay after momentum", repair, _decay_after_momentum)
     elif "momentum" in right:
-        yield from _numbers("momentum", right, MOMENTA, "its momentum")
+        yield from _numbers("momentum", right, USUAL.momenta, "its momentum")
 
 
 def _kind(name: str, what: str, repair: str, change: Change) -> Hypothesis:
@@ -237,7 +237,7 @@ def _betas(which: int, right: tuple[float, float]) -> Iterator[Hypothesis]:
         return Hypothesis("optimizer", f"optimizer: {name}={beta:.4g}", repair, around=_with(change))
 
     own = 1.0 - right[which]
-    yield from numbers(another, [own], (1.0 - beta for beta in MOMENTA if not math.isclose(beta, right[which])))
+    yield from numbers(another, [own], (1.0 - beta for beta in USUAL.momenta if not math.isclose(beta, right[which])))
 
 
 def _with(change: Change) -> Around:

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from parity.mistakes.alternatives import INTERPOLATION_FACTORS, ROPE_BASES, ROPE_SHARES, numbers
+from parity.mistakes.alternatives import numbers
 from parity.mistakes.attention import Attention, attentions
 from parity.mistakes.hypothesis import (
     Hypothesis,
@@ -37,6 +37,7 @@ from parity.mistakes.rotation import (
     with_angles,
     with_positions,
 )
+from parity.mistakes.usual_numbers import USUAL
 from parity.numerics.formats import tf32
 from parity.shown import written
 from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, grouped, instead, ordinal
@@ -57,7 +58,7 @@ def position_mistakes() -> Iterator[Mistake[Rotation]]:
         told = "rotate by the reference's positions, where a cache has keys that were rotated before (start_positions)"
         moved = with_positions(lambda positions, by=by: positions + by)  # type: ignore[misc]
         yield _position(f"off by {by:+d}", f"{told}; the port's are off by {by:+d}", moved)
-    yield from numbers(_divided_by, usual=INTERPOLATION_FACTORS)
+    yield from numbers(_divided_by, usual=USUAL.interpolation_factors)
     yield _position(
         "counted through",
         "give TE angles of the reference's positions as rotary_pos_emb; the port counts them from the first token on, "
@@ -364,14 +365,14 @@ def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
             f"({like.rotary}) does; the port divides by the {like.head_dim} of a whole head",
             partial(_slower, like.base),
         )
-    yield from numbers(partial(_base_instead, like.base), [like.base], ROPE_BASES, subtle=True)
+    yield from numbers(partial(_base_instead, like.base), [like.base], USUAL.rope_bases, subtle=True)
     right, other = f"give TE rotary_percent={like.rotary / like.head_dim:g}", _other_form(like)
     shares: dict[str, Row[Rotation]] = {
         f"rope on {share:g} of the channels": (
             f"{right}; it rotates {100 * share:g}% of a head's channels",
             _with_frequencies(like.base, share),
         )
-        for share in ROPE_SHARES
+        for share in USUAL.rope_shares
         if like.start == 0 and int(like.head_dim * share) != like.rotary
     }
     if like.start == 0 and like.rotary < like.head_dim:  # a port that keeps both of TE's defaults

@@ -17,17 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parity.mistakes.alternatives import (
-    LLAMA3_FACTORS,
-    LLAMA3_LENGTHS,
-    ROPE_BASES,
-    YARN_FACTORS,
-    YARN_LENGTHS,
-    numbers,
-    tunable,
-)
+from parity.mistakes.alternatives import numbers, tunable
 from parity.mistakes.hypothesis import Mistake
 from parity.mistakes.rotation import Rotation, frequencies
+from parity.mistakes.usual_numbers import USUAL
 from parity.shown import written
 from parity.trace.trace import Edit
 
@@ -74,7 +67,7 @@ def scaling_of(frequency: Tensor) -> Scaling | None:
         return None
     ratios = (float(frequency[-2] / frequency[-1]), float(frequency[0] / frequency[1]))
     measured = [ratio**count for ratio in ratios if 1.0 < ratio < 10.0]
-    for base in (*map(_rounded, measured), *ROPE_BASES):
+    for base in (*map(_rounded, measured), *USUAL.rope_bases):
         plain = frequencies(base, 2 * count)
         share = frequency / plain
         least = float(share[-1])
@@ -195,9 +188,9 @@ def _of_another_kind(like: Scaling) -> Iterator[Mistake[Rotation]]:
         return _of_kind(what, repair, lambda scaling: _yarn_kept(scaling.plain, scaling.base, length))
 
     if own is None:
-        yield from numbers(like_llama3, usual=(*lengths, *LLAMA3_LENGTHS))
+        yield from numbers(like_llama3, usual=(*lengths, *USUAL.llama3_lengths))
     if not of_yarn:
-        yield from numbers(like_yarn, usual=(*lengths, *YARN_LENGTHS))
+        yield from numbers(like_yarn, usual=(*lengths, *USUAL.yarn_lengths))
     yield tunable(partial(_ntk_by, repair))(like.factor)
 
 
@@ -221,7 +214,7 @@ def _ntk_by(repair: str, factor: float) -> Mistake[Rotation]:
 
 def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:
     """Yield plain frequencies divided by a factor, if the reference's base looks enlarged by that factor (NTK)."""
-    for usual in ROPE_BASES if rotary > 2 else ():
+    for usual in USUAL.rope_bases if rotary > 2 else ():
         factor = (base / usual) ** ((rotary - 2) / rotary)
         if not 1.0 + _SAME < factor < _MOST_FACTOR or abs(factor - round(factor, 1)) > _SAME * factor:
             continue
@@ -245,16 +238,16 @@ def _scaled_for_once(base: float) -> Iterator[Mistake[Rotation]]:
     repair = f"rotate with the plain frequencies of base {written(base, 7)}, as the reference does"
 
     def like_llama3(factor: float) -> Mistake[Rotation]:
-        return _scaled_like("Llama 3's", factor, lambda plain: _llama3_kept(plain, LLAMA3_LENGTHS[0]), repair)
+        return _scaled_like("Llama 3's", factor, lambda plain: _llama3_kept(plain, USUAL.llama3_lengths[0]), repair)
 
-    yield from numbers(like_llama3, usual=LLAMA3_FACTORS)
-    for length in YARN_LENGTHS:
+    yield from numbers(like_llama3, usual=USUAL.llama3_factors)
+    for length in USUAL.yarn_lengths:
 
         def like_yarn(factor: float, length: float = length) -> Mistake[Rotation]:
             name = f"YaRN's, of an original length of {written(length)},"
             return _scaled_like(name, factor, lambda plain: _yarn_kept(plain, base, length), repair)
 
-        yield from numbers(like_yarn, usual=YARN_FACTORS)
+        yield from numbers(like_yarn, usual=USUAL.yarn_factors)
 
 
 def _scaled_like(name: str, factor: float, kept: Callable[[Tensor], Tensor], repair: str) -> Mistake[Rotation]:

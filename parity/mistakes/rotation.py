@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity.mistakes.alternatives import GRID_ROPE_BASES, ROPE_BASES, numbers
+from parity.mistakes.alternatives import numbers
 from parity.mistakes.attention import seeming_attentions
 from parity.mistakes.hypothesis import Mistake, rounded_to
+from parity.mistakes.usual_numbers import USUAL
 from parity.shown import written
 from parity.trace.trace import Call, Changed, Edit, Site, Trace, Value, ancestors, instead, once_a_trace
 
@@ -261,7 +262,7 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
     frequencies_found = [x for x in flat if x.numel() == count]
     if seq == 1:
         positions.append(torch.arange(_FARTHEST, dtype=torch.float64, device=angles.device))
-        usual = [frequencies(base, 2 * count) for base in ROPE_BASES]
+        usual = [frequencies(base, 2 * count) for base in USUAL.rope_bases]
         of_bases = [x for x in frequencies_found if bool((x > 0.0).all()) and float(x.max()) == 1.0]
         return _single(angles, positions, [*of_bases, *usual, *frequencies_found])
     positions.append(torch.arange(seq, dtype=torch.float64, device=angles.device))
@@ -455,7 +456,7 @@ def grid_mistakes(rotation: Rotation) -> Iterator[Mistake[Rotation]]:
     of_rows, of_columns = grid.steps[grid.of_rows], grid.steps[~grid.of_rows]
     base = base_of(of_rows / of_rows[0])
     if base is not None and of_rows.shape == of_columns.shape and torch.allclose(of_rows, of_columns, 1e-4):
-        yield from numbers(partial(_base_instead, base), [base], GRID_ROPE_BASES)
+        yield from numbers(partial(_base_instead, base), [base], USUAL.grid_rope_bases)
 
 
 def _base_instead(right: float, base: float) -> Mistake[Rotation]:

@@ -35,6 +35,7 @@ from parity.case.weight_map import (
     unpack,
 )
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
+from parity.mistakes.usual_numbers import USUAL
 from parity.result import NO_CODE, Code
 from parity.trace.trace import grouped, unnumbered
 
@@ -51,7 +52,6 @@ _FEW_EXPERTS = 8  # with no more experts than this, every exchange of two is tri
 _OTHER_ORDERS = tuple(permutations(range(3)))[1:]  # other orders of Q, K and V
 _INTERLEAVED, _APART = "qkv-layout interleaved", "qkv-layout apart"
 _KEY_VALUE = re.compile(r"(^|\.)key_value\.(weight|bias)$")
-_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None
         yield heads.groups, heads.head_dim
         return
     query, key = shape_of(parts[0], shapes)[0], shape_of(parts[1], shapes)[0]
-    for head_dim in _HEAD_DIMS:
+    for head_dim in sorted(USUAL.head_dims):
         if query % head_dim == key % head_dim == 0 and query % key == 0:
             yield key // head_dim, head_dim
 

@@ -23,7 +23,7 @@ from parity.machine import devices
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
-from parity.plugin import alone, apart, collecting, ending, options, recorder
+from parity.plugin import alone, apart, collecting, ending, engines, options, recorder
 from parity.plugin.collecting import Module, collected_in_time, too_late, unknown_pairs
 from parity.plugin.item import DETAILS, NOT_FORKED, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
@@ -93,8 +93,8 @@ def pytest_configure(config: pytest.Config) -> None:
             _check_surroundings(config.stash[_OPTIONS])
             _go_on(config)
         ending.heed_signals(config)
-    if config.stash[_OPTIONS].engine == "ray" and not config.option.collectonly:
-        _go_to_ray(config)
+    if config.stash[_OPTIONS].engine != engines.LOCAL and not config.option.collectonly:
+        _hand_over(config)
         return
     _assign_gpus(config)
     if config.stash[_OPTIONS].backend == "gpu" and has_cases(config):
@@ -111,7 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Start a worker for a resumed run without workers if one of its items may end its process.
 
-    The run then survives that item. A run on a Ray cluster has no workers on this machine.
+    The run then survives that item. A run of an engine has no workers on this machine.
     """
     option = config.option
     try:
@@ -142,24 +142,22 @@ def _is_elsewhere(config: pytest.Config) -> bool:
     if hasattr(config, "workerinput") or config.option.collectonly:
         return False
     try:
-        return options.read(config).engine == "ray"
+        return options.read(config).engine != engines.LOCAL
     except UserError:  # pytest_configure reports it
         return False
 
 
-def _go_to_ray(config: pytest.Config) -> None:
-    """Connect to the Ray cluster that collects and compares the items of this run."""
-    from parity.plugin.ray_engine import RayEngine
-
+def _hand_over(config: pytest.Config) -> None:
+    """Let the engine that was asked for collect and compare the items of this run."""
+    asked = config.stash[_OPTIONS]
     if config.getoption("usepdb", False):
-        raise pytest.UsageError("--pdb needs the comparison in this process: leave out the engine ray")
+        raise pytest.UsageError(f"--pdb needs the comparison in this process: leave out the engine {asked.engine}")
     try:
-        engine = RayEngine(
-            config, config.stash[_OPTIONS], config.stash.get(_MOST_TASKS, None), _find_finished_items(config)
-        )
+        engine = engines.load_engine(asked.engine)
+        plugin = engine(config, asked, config.stash.get(_MOST_TASKS, None), _find_finished_items(config))
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
-    config.pluginmanager.register(engine, "parity-ray")
+    config.pluginmanager.register(plugin, "parity-engine")
 
 
 def _go_on(config: pytest.Config) -> None:

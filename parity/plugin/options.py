@@ -13,6 +13,7 @@ from typing import Literal, cast
 import pytest
 
 from parity.machine import devices
+from parity.plugin import engines
 from parity.plugin.ending import Diary
 from parity.plugin.scan import has_cases
 from parity.report import earlier
@@ -123,7 +124,6 @@ def _explain_error(error: OSError) -> str:
 
 
 BACKENDS = ("auto", "gpu", "cpu")
-ENGINES = ("local", "ray")
 CI = ("junit", "summary", "annotations")
 PARITY_BACKEND = "PARITY_BACKEND"
 _DIGITS_OF_COUNTS = 8
@@ -150,7 +150,7 @@ class Options:
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
         resume: whether the run goes on with the existing record.
         steps: for how many steps every pair is trained, 0 for none; None for the steps that each pair declares.
-        engine: where items are compared: on this machine, or on the nodes of a Ray cluster.
+        engine: what compares the items: ``local`` for this machine, or the name of an engine, such as ``ray``.
         address: the cluster's address; empty for the cluster that Ray finds.
         save_as: the name under which the record is kept as a baseline; empty for none.
         against: the baseline or the record with which the run is compared at its end; empty for none.
@@ -172,7 +172,7 @@ class Options:
     diagnosis: float | None = 30.0
     resume: bool = False
     steps: int | None = None
-    engine: Literal["local", "ray"] = "local"
+    engine: str = engines.LOCAL
     address: str = ""
     save_as: str = ""
     against: str = ""
@@ -225,7 +225,7 @@ _DECLARED = (
     ("keep-runs", "20", "N", "how many earlier runs of the same name are kept in DIR/runs (default: 20)"),
     ("ci", "all", "all|none|P,P", "output for CI systems: junit, summary, annotations (default: all)"),
     ("strict", "no", "yes|no", "items that are skipped, or whose comparison proves nothing, are errors (default: no)"),
-    ("engine", "local", "local|ray", "compare on this machine, or on the nodes of a Ray cluster (default: local)"),
+    ("engine", "local", "local|ray|NAME", "compare here, on a Ray cluster, or by an installed engine (default: local)"),
     (
         "address",
         "",
@@ -433,15 +433,19 @@ def parse_backend(text: str, option: str = "--backend (or PARITY_BACKEND)") -> L
     return cast(Literal["auto", "gpu", "cpu"], text)
 
 
-def parse_engine(text: str, option: str = "--engine") -> Literal["local", "ray"]:
-    """Return one of ``ENGINES``.
+def parse_engine(text: str, option: str = "--engine") -> str:
+    """Return ``local``, or the name of an installed engine.
 
     Raises:
-        UserError: if the text is none of them.
+        UserError: if the text is neither; lists the engines that are installed.
     """
-    if text not in ENGINES:
-        raise UserError(f"{option} is {text!r}, but must be one of {', '.join(ENGINES)}")
-    return cast(Literal["local", "ray"], text)
+    if text != engines.LOCAL and text not in (installed := engines.list_engines()):
+        known = ", ".join((engines.LOCAL, *sorted(installed)))
+        raise UserError(
+            f"{option} is {text!r}, but must be one of {known}; others come with packages that announce them "
+            f"(entry point group {engines.ENTRY_POINT_GROUP})"
+        )
+    return text
 
 
 def parse_attention(text: str, option: str = "--attention") -> str:

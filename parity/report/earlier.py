@@ -69,7 +69,7 @@ def asked(
 @functools.cache
 def code_of_parity() -> str:
     """Return a checksum of the files of parity that can change the result of a comparison."""
-    files = sorted([*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json")])
+    files = sorted(file for ending in ("py", "json", "toml") for file in _PACKAGE.rglob(f"*.{ending}"))
     used = [file for file in files if file.relative_to(_PACKAGE).parts[0] not in ("measuring", "cli")]
     return _checksum_files([*used, *sorted(_KERNELS.rglob("*.py"))])
 

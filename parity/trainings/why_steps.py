@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from parity.mistakes.alternatives import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
 from parity.mistakes.codes import repairable
+from parity.mistakes.usual_numbers import USUAL
 from parity.numerics.factors import uneven
 from parity.result import NO_CODE, Code, Finding
 from parity.shown import few_of
@@ -704,7 +704,7 @@ def _each_its_own(order: Sequence[str], settings: Mapping[str, Mapping[str, Any]
 def _guess_settings(own: Replay) -> Iterator[Setting]:
     """Yield settings that ports often have instead of the reference's, the likeliest first."""
     first = own.optimizer.param_groups[0]
-    decays = [value for value in (0.0, *WEIGHT_DECAYS) if value != first.get("weight_decay")]
+    decays = [value for value in (0.0, *USUAL.weight_decays) if value != first.get("weight_decay")]
     if "weight_decay" in first:
         if first["weight_decay"]:
             yield Setting(
@@ -727,7 +727,7 @@ def _guess_settings(own: Replay) -> Iterator[Setting]:
             )
     if "betas" in first:
         for i, name in enumerate(("beta1", "beta2")):
-            for value in (*MOMENTA, 0.98, 0.8, 0.0):
+            for value in (*USUAL.momenta, *USUAL.rare_betas, 0.0):
                 if value != first["betas"][i]:
                     betas = (value, first["betas"][1]) if i == 0 else (first["betas"][0], value)
                     yield Setting(
@@ -736,13 +736,13 @@ def _guess_settings(own: Replay) -> Iterator[Setting]:
                         Code((f"betas={betas}",), (f"betas={tuple(first['betas'])}",)),
                         {"betas": betas},
                     )
-        for one, other in ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98)):
-            if (one, other) != tuple(first["betas"]):
-                yield _make_number_setting("betas", (one, other), tuple(first["betas"]))
+        for pair in USUAL.beta_pairs:
+            if pair != tuple(first["betas"]):
+                yield _make_number_setting("betas", pair, tuple(first["betas"]))
         if isinstance(own.optimizer, (Adam, AdamW)):
             yield Setting("the candidate's optimizer does not correct the bias of the moments", _skip_bias_correction)
     if isinstance(first.get("eps"), float):
-        for value in (*OPTIMIZER_EPS, 1e-7, 1e-4, 1e-3):
+        for value in (*USUAL.optimizer_eps, *USUAL.rare_optimizer_eps):
             if value != first["eps"]:
                 yield _make_number_setting("eps", value, first["eps"])
     for amsgrad in [True] if first.get("amsgrad") is False else []:
@@ -751,7 +751,7 @@ def _guess_settings(own: Replay) -> Iterator[Setting]:
             _make_settings_edit(amsgrad=amsgrad),
         )
     if "momentum" in first:
-        for value in (0.0, *MOMENTA):
+        for value in (0.0, *USUAL.momenta):
             if value != first["momentum"]:
                 yield _make_number_setting("momentum", value, first["momentum"])
         if "nesterov" in first:

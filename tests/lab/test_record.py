@@ -152,6 +152,10 @@ def test_te_s_kernels_are_among_what_te_s_results_depend_on() -> None:
     assert "te_on_cpu.gemm" in record.code_of("lab.studies.expected_error.study")
 
 
+def test_a_table_beside_a_module_is_among_what_results_depend_on() -> None:
+    assert "parity.mistakes.usual_numbers's table" in record.code_of("parity.mistakes.norms")
+
+
 def test_a_change_of_statements_counts_and_one_of_comments_docstrings_and_layout_does_not() -> None:
     text = 'def f(x):\n    """Twice."""\n    return 2 * x\n'
     same = 'def f(x):\n    """The double."""\n    # in FP32\n    return (2*x)\n'

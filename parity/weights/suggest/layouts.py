@@ -40,19 +40,14 @@ from parity.case.weight_map import (
     stack,
     transpose,
 )
+from parity.mistakes.usual_numbers import USUAL
 from parity.weights.suggest.units import BIAS, WEIGHT, Group, Reading, Unit, is_norm, is_stack, readings
+from parity.weights.suggest.vocabulary import VOCABULARY
 
 # The entries by which a group of units can map: each layout in which somebody stores the same numbers.
 
 
 # The number of heads and their width, which shapes do not show.
-
-
-# Their names in modules of TE, Hugging Face and Meta.
-_HEAD_DIM = ("hidden_size_per_attention_head", "hidden_size_per_attention_head_k", "head_dim", "attention_head_size")
-_GROUPS = ("num_gqa_groups", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-_USUAL_HEAD_DIMS = (128, 64, 32, 256, 192, 160, 112, 96, 80, 48, 16)
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class Geometry:
             key_rows: None if they are fused.
             all_rows: the rows of query, key and value together.
         """
-        for head_dim in self.head_dims or _USUAL_HEAD_DIMS:
+        for head_dim in self.head_dims or USUAL.head_dims:
             for groups in self._list_group_counts(key_rows, all_rows, head_dim):
                 rest = all_rows - 2 * groups * head_dim
                 if rest > 0 and rest % (groups * head_dim) == 0 and query_rows in (None, rest):
@@ -91,7 +86,8 @@ class Geometry:
 def geometry_of(candidate: nn.Module, reference: nn.Module) -> Geometry:
     """Return what the two modules say about their attention, in attributes that are numbers."""
     modules = (*candidate.modules(), *reference.modules())
-    return Geometry(_read_numbers(modules, _HEAD_DIM), _read_numbers(modules, (*_GROUPS, *_HEADS)))
+    named = VOCABULARY.attributes
+    return Geometry(_read_numbers(modules, named.head_dim), _read_numbers(modules, (*named.groups, *named.heads)))
 
 
 def _read_numbers(modules: Sequence[nn.Module], names: Sequence[str]) -> tuple[int, ...]:

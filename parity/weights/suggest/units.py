@@ -11,6 +11,7 @@ from itertools import permutations
 
 from parity.case.weight_map import Shape, Side, rearrange, renamed, shape_of
 from parity.trace.trace import grouped
+from parity.weights.suggest.vocabulary import VOCABULARY
 
 # Group a module's parameters into units: what one linear layer or norm holds, its weight and its bias.
 
@@ -19,7 +20,7 @@ WEIGHT, BIAS = "weight", "bias"
 
 # ``q_proj.weight``, TE's ``query_weight``, and ``weight3`` of te.GroupedLinear's fourth expert.
 _LEAF = re.compile(r"(?P<stem>.*?)_?(?P<kind>weight|bias|gamma|beta)(?P<expert>\d*)")
-_KINDS = {"gamma": WEIGHT, "gain": WEIGHT, "scale": WEIGHT, "beta": BIAS, "offset": BIAS}
+_KINDS = {name: kind for kind, names in VOCABULARY.kinds.items() for name in names}
 # Names in ``nn.MultiheadAttention`` with ``kdim``.
 _QUERY_WEIGHT, _BIAS_OF_ALL = "q_proj_weight", "in_proj_bias"
 _EXPERT = re.compile(r"(?:^|\.)(?:local_)?experts?\.(\d+)(?=\.|$)")
@@ -158,42 +159,10 @@ QUERY, KEY, VALUE, GATE, UP = "query", "key", "value", "gate", "up"
 EMBEDDING, HEAD = "embedding", "head"
 QKV: Parts = (QUERY, KEY, VALUE)
 
-# A fused unit has several parts. Words that mean different things in different places are decided below the tables.
-_LINEAR: dict[Parts, str] = {
-    QKV: "qkv qkv_proj query_key_value c_attn wqkv to_qkv in_proj attn_qkv linear_qkv layernorm_qkv",
-    (KEY, VALUE): "kv kv_proj key_value wkv to_kv",
-    (QUERY,): "q query q_proj query_proj wq to_q q_lin linear_q layernorm_query query_layer",
-    (KEY,): "k key k_proj key_proj wk to_k k_lin linear_k",
-    (VALUE,): "v value v_proj value_proj wv to_v v_lin linear_v",
-    ("attention_out",): "o o_proj to_out attn_out out_lin",
-    (GATE, UP): "gate_up_proj gate_up w13 w12",
-    (GATE,): "gate_proj wi_0 w_gate",
-    (UP,): "up_proj up wi wi_1 w_up fc1 linear_fc1 lin1 linear1 fc_in c_fc dense_h_to_4h w3",
-    ("down",): "down_proj down w_down w2 fc2 linear_fc2 lin2 linear2 fc_out dense_4h_to_h",
-    ("router",): "router",
-    (EMBEDDING,): "wte embed_tokens word_embeddings tok_embeddings token_embedding",
-    ("position_embedding",): "wpe embed_positions position_embeddings position_embedding",
-    (HEAD,): "lm_head embed_out",
-}
-_NORM: dict[str, str] = {
-    "query_norm": "q_norm query_norm q_layernorm",
-    "key_norm": "k_norm key_norm k_layernorm",
-    "attention_norm": "input_layernorm ln_1 ln1 norm1 norm_1 attention_norm attn_norm ln_attn self_attn_layer_norm "
-    "layernorm_before pre_attention_layernorm",
-    "mlp_norm": "post_attention_layernorm ln_2 ln2 norm2 norm_2 ffn_norm mlp_norm ln_mlp pre_feedforward_layernorm "
-    "pre_mlp_layernorm layernorm_after",
-    "cross_norm": "encoder_attn_layer_norm cross_attn_norm cross_attention_norm ln_cross_attn",
-    "final_norm": "ln_f norm_f final_layernorm final_norm",
-}
-_PARTS_OF = {word: parts for parts, words in _LINEAR.items() for word in words.split()}
-_NORM_OF = {word: part for part, words in _NORM.items() for word in words.split()}
+_PARTS_OF: dict[str, Parts] = {name: layer.parts for layer in VOCABULARY.layers for name in layer.names}
+_NORM_OF: dict[str, str] = {name: part for part, names in VOCABULARY.norms.items() for name in names}
 _IS_NORM = re.compile(r".*norm.*|ln(_?\w)?")
-_ATTENTION = ("attn", "attention")
-_CROSS = ("cross", "inter_attention", "encoder_attn", "encdec")
-_CROSS_OF_TE = ("query_layer", "layernorm_query", "key_value")
-_MLP = ("mlp", "ffn", "feed_forward", "feedforward", "densereludense", "moe", "expert")
-# Words for the last layer of attention or of an MLP, whichever contains them.
-_LAST_LAYER = {"c_proj", "wo", "proj", "dense", "out_proj", "linear_proj"}
+_PLACES = VOCABULARY.places
 
 
 def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
@@ -210,7 +179,7 @@ def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
 
 def is_norm(unit: Unit) -> bool:
     """Return whether it is named like a norm."""
-    return bool(unit.words) and _IS_NORM.fullmatch(unit.words[-1]) is not None
+    return bool(unit.words) and (unit.words[-1] in _NORM_OF or _IS_NORM.fullmatch(unit.words[-1]) is not None)
 
 
 def _find_parts(unit: Unit, siblings: Sequence[Unit], everything: Sequence[Unit]) -> Parts:
@@ -220,7 +189,7 @@ def _find_parts(unit: Unit, siblings: Sequence[Unit], everything: Sequence[Unit]
     if is_norm(unit) and word not in _PARTS_OF:
         return (_classify_norm(unit, context, word, siblings),)
     parts = _PARTS_OF.get(word) or _by_place(unit, context, word, siblings, everything)
-    if any(part in QKV for part in parts) and _mentions_any(context, _CROSS):
+    if any(part in QKV for part in parts) and _mentions_any(context, _PLACES.cross_attention):
         return tuple(f"cross {part}" for part in parts)
     return parts
 
@@ -233,12 +202,12 @@ def _classify_norm(unit: Unit, context: Sequence[str], word: str, siblings: Sequ
         return "mlp_norm" if re.search(r"\d", unit.scope) else "final_norm"
     if word in _NORM_OF:
         return _NORM_OF[word]
-    if _mentions_any(context, _CROSS):
+    if _mentions_any(context, _PLACES.cross_attention):
         return "cross_norm"
     layer = _PARTS_OF.get(context[-1], ()) if context else ()  # a norm in one module with a linear layer, as TE's are
-    if set(layer) & set(QKV) or _mentions_any(context, _ATTENTION):
+    if set(layer) & set(QKV) or _mentions_any(context, _PLACES.attention):
         return "attention_norm"
-    if set(layer) & {GATE, UP} or _mentions_any(context, _MLP):
+    if set(layer) & {GATE, UP} or _mentions_any(context, _PLACES.mlp):
         return "mlp_norm"
     return "norm"
 
@@ -255,11 +224,11 @@ def _by_place(
         return ("router",) if chooses or _has_a_row_for_each_expert(unit, everything) else (GATE,)
     if word == "dense" and "intermediate" in context:
         return (UP,)
-    if word not in _LAST_LAYER:
+    if word not in _PLACES.last_layer:
         return ()
-    if _mentions_any(context, _ATTENTION):
+    if _mentions_any(context, _PLACES.attention):
         return ("attention_out",)
-    if _mentions_any(context, _MLP) or "output" in context:
+    if _mentions_any(context, _PLACES.mlp) or "output" in context:
         return ("down",)
     told = {part for name in beside for part in _PARTS_OF.get(name, ())}
     # TE's MultiheadAttention by itself has its projections in "qkv", beside "proj".
@@ -294,7 +263,7 @@ def _with_cross(told: dict[Unit, Parts]) -> dict[Unit, Parts]:
     """
     attention = [unit for unit, parts in told.items() if set(parts) & set(QKV)]
     on_itself = [unit for unit in attention if any(word.startswith("self_at") for word in unit.words)]
-    cross = [unit for unit in attention if any(word in _CROSS_OF_TE for word in unit.words)]
+    cross = [unit for unit in attention if any(word in _PLACES.te_cross_attention for word in unit.words)]
     if on_itself:
         cross += [unit for unit in attention if unit not in on_itself]
     if all(unit in cross for unit in attention):
