@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from parity.case.case import MakeOptimizer, Rng
 from parity.case.weight_map import WeightMap, names
+from parity.shown import few_of
 from parity.te import emulation, state
 from parity.user_error import UserError
 
@@ -55,7 +56,7 @@ class Optimized:
         if wrong:
             raise UserError(
                 f"load= replaces parameters of the module, so that its optimizer still steps the old ones, or tied "
-                f"ones are no longer tied: {', '.join(sorted(wrong)[:3])}{' and more' if len(wrong) > 3 else ''}; "
+                f"ones are no longer tied: {few_of(sorted(wrong))}; "
                 "copy the loaded values into the existing parameters, as load_state_dict does without assign=True"
             )
         self.stepped |= {name: one for name, one in replaced.items() if self.stepped[name] is before[name]}
