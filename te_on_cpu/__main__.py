@@ -25,14 +25,10 @@ def main(arguments: list[str]) -> int:
         return _MISTAKE
     try:
         with on_cpu():
-            script.run_module(name, own) if is_module else script.run(Path(name), own)
+            return script.run_program(name, own, is_module, raised=(EmulationError,))
     except EmulationError as error:
         print(f"te_on_cpu: {error}", file=sys.stderr)
         return _MISTAKE
-    except Exception as error:
-        script.show_traceback(error)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 # The variable with the address at which the host listens, for the processes that it forks and those that they start.
@@ -151,14 +150,10 @@ def run_program(first: str, *rest: str) -> None:
     from te_on_cpu.loading import script
 
     plugin.compute_as_on_a_gpu()
-    try:
-        if first == "-m":
-            script.run_module(rest[0], rest[1:])
-        else:
-            script.run(Path(first), rest)
-    except Exception as error:
-        script.show_traceback(error)
-        sys.exit(1)
+    is_module = first == "-m"
+    name, *arguments = rest if is_module else (first, *rest)
+    if code := script.run_program(name, arguments, is_module):
+        sys.exit(code)
 
 
 def _run_and_end(run: Callable[[], None], streams: Sequence[int]) -> None:

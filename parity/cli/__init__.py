@@ -265,19 +265,13 @@ def execute(
         raise UserError(f"there is no script {script}")
     from parity import te
     from te_on_cpu import EmulationError
-    from te_on_cpu.loading import script as scripts
+    from te_on_cpu.loading.script import run_program
 
+    reported = (UserError, EmulationError, BrokenPipeError)  # by main, as for every command
     with te.on_cpu():
-        try:
-            if is_module:
-                scripts.run_module(str(script), arguments or ())
-            else:
-                scripts.run(script, arguments or ())
-        except (UserError, EmulationError, BrokenPipeError):  # main reports them, as for every command
-            raise
-        except Exception as error:
-            scripts.show_traceback(error)
-            raise typer.Exit(1) from None
+        code = run_program(str(script), arguments or (), is_module, raised=reported)
+    if code:
+        raise typer.Exit(code)
 
 
 @add_command(

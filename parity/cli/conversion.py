@@ -138,7 +138,7 @@ def _describe_conversion(where: str, plan: Plan, written: int, copied: str, besi
         keys = sorted(rounded, key=rounded.__getitem__, reverse=True)
         lines.append(
             f"rounded, as the map adds a number, so that there and back is not exact: {plural(len(keys), 'tensor')}, "
-            f"at most by {rounded[keys[0]]:.2g}, in {', '.join(keys[:3])}{' and more' if len(keys) > 3 else ''}"
+            f"at most by {rounded[keys[0]]:.2g}, in {few_of(keys)}"
         )
     if beside:
         lines.append(f"{copied}: {', '.join(file.name for file in beside)}")

@@ -231,9 +231,8 @@ _ROUNDING = 1e-6
 def log_prob_outputs(prepared: Prepared) -> tuple[str, ...]:
     """Return the names of the outputs that are log-probabilities of tokens, and keep them for the next precision."""
 
-    outputs = {name: x for name, x in prepared.golden.outputs.items() if x.dim() and _has_one_sign(x)}
-
     def names() -> tuple[str, ...]:
+        outputs = {name: x for name, x in prepared.golden.outputs.items() if x.dim() and _has_one_sign(x)}
         if not outputs:
             return ()
         calls = prepared.cache.get("calls", lambda: calls_of(prepared), lambda one: size_in_bytes(one.trace.tensors))

@@ -19,6 +19,7 @@ from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, everywh
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.reads import reading_instead
 from parity.mistakes.weight_maps import Mapped, Shapes, filled_from, unchanged
+from parity.shown import few_of
 from parity.trace.trace import (
     CASTS,
     LINEAR,
@@ -351,12 +352,12 @@ def unused_branch_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[H
                 edits.append(edit(call, (kept,), lambda was, kept: kept.expand_as(was).clone()))
                 branches |= dict.fromkeys(sorted(own))
     if len(branches) > 1:  # a single parameter has its own finding, which says enough
-        named, more = _listed(list(branches))
+        places = list(branches)
         yield Hypothesis(
             "branch-missing",
-            f"branch of {named} left out",
-            f"add what {named}{more} compute, as the reference does; the port leaves it out, and no "
-            "gradient reaches them",
+            f"branch of {', '.join(places[:_MOST_PARAMETERS])} left out",
+            f"add what {few_of(places, _MOST_PARAMETERS)} compute, as the reference does; the port leaves it out, "
+            "and no gradient reaches them",
             tuple(edits),
         )
 
@@ -365,19 +366,13 @@ def unused_norm_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[Hyp
     """Yield the mistake of leaving out norms whose weights get no gradient in the port; arguments as above."""
     bare = [norm for norm in norms(trace) if unused and _weights(trace, norm) & unused]
     if bare:
-        named, more = _listed(list(dict.fromkeys(norm.call.module for norm in bare)))
+        places = list(dict.fromkeys(norm.call.module for norm in bare))
         yield Hypothesis(
             "norm-missing",
-            f"norms of {named} left out",
-            f"apply the norms that the reference has as {named}{more}; the port skips them",
+            f"norms of {', '.join(places[:_MOST_PARAMETERS])} left out",
+            f"apply the norms that the reference has as {few_of(places, _MOST_PARAMETERS)}; the port skips them",
             tuple(passing_on(norm.call, norm.x) for norm in bare),
         )
-
-
-def _listed(places: Sequence[str]) -> tuple[str, str]:
-    """Return the first of these names, and how many more there are; the latter is empty if there are none."""
-    others = len(places) - _MOST_PARAMETERS
-    return ", ".join(places[:_MOST_PARAMETERS]), f" and {others} more" if others > 0 else ""
 
 
 def _weights(trace: Trace, norm: Norm) -> frozenset[str]:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import Around, Hypothesis, within
 from parity.mistakes.usual_numbers import USUAL
+from parity.trace.calls import is_in_place
 from parity.trace.private_functions import clipping_at
 from parity.trace.trace import Call, Edit, Stepped, Trace, Value, back, binary, edit, once_a_trace, settings_of
 
@@ -643,11 +644,10 @@ def _fitted_numbers(calls: Sequence[Call]) -> list[float]:
 
 def _edit(made: Fitted, weight: _Weight, call: Call, steps: int) -> Edit:
     """Return the edit that makes a call return the weight's first value after this many steps of the optimizer."""
-    in_place = call.name == "setitem" or (call.function.__name__.endswith("_") and call.outputs[0] not in call.inputs)
 
     def compute(was: Tensor, first: Tensor, *gradients: Tensor) -> Tensor:
         after = _stepped(made, first, gradients).to(was.dtype)
-        if in_place:
+        if is_in_place(call):
             with torch.no_grad():
                 return was.copy_(after)
         return was + (after - was).detach()

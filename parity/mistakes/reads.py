@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from parity.trace.calls import is_in_place
 from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, ancestors, binary, edit, unnumbered
 
 _NUMBER = re.compile(r"\d+")
@@ -107,15 +108,6 @@ def reading_instead(call: Call, value: Value, instead: Callable[..., Tensor], gi
         return made_again(call, [read.to(was.dtype) if one == value else next(rest) for one in call.inputs])
 
     return edit(call, (*given, *others), compute)
-
-
-def is_in_place(call: Call) -> bool:
-    """Return whether a call writes to one of its arguments."""
-    name = getattr(call.function, "__name__", "")
-    is_operator = name.startswith("__i") and name != "__invert__"
-    return (
-        (name.endswith("_") and not name.endswith("__")) or is_operator or name == "__setitem__" or "out" in call.kwargs
-    )
 
 
 def _given(call: Call, as_rows: Container[int]) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from parity.passes.nominal_clock import OutOfTime
 from parity.passes.one_pass import named_inputs, named_outputs, or_zero, outputs_of, run
 from parity.passes.prepare import Prepared, cast, cast_module, size_in_bytes
 from parity.result import Kind
-from parity.trace.calls import Misfit, changed_in_place, edited, mapped, tensors_in, tracing, without_gradient
+from parity.trace.calls import Misfit, edited, is_in_place, mapped, tensors_in, tracing, without_gradient
 from parity.trace.trace import Call, Edit, Site, Trace, Value, grouped
 
 if TYPE_CHECKING:
@@ -652,7 +652,7 @@ class _Step:
         self._places = [(i, x.number) for i, x in enumerate(call.args) if isinstance(x, Value)]
         self._lists = [i for i, x in enumerate(call.args) if not isinstance(x, Value) and _holds_values(x)]
         self._names_values = _holds_values(call.kwargs)
-        self._may_write = "out" in call.kwargs or changed_in_place(call.function, (Tensor(),), {}) is not None
+        self._may_write = is_in_place(call)
 
     def made(self, now: Sequence[Tensor], detached: int | None = None) -> Any:
         """Return the call's result for the current values, one of which may be detached.
@@ -670,8 +670,8 @@ class _Step:
             given, named = without_gradient((given, named), detached)
         if not self._may_write:
             return self.call.function(*given, **named)
-        if "out" in named:
-            raise Misfit("a call writes to a tensor of its own")
+        if "out" in named or not isinstance(given[0], Tensor):
+            raise Misfit("a call writes to a tensor of its own, or to several")
         given[0] = given[0].clone()
         self.call.function(*given, **named)
         return given[0]

@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, combinations, islice, permutations, product, takewhile
 
 import torch
@@ -491,8 +491,15 @@ def repeated_weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
             key = (*what, alike[what])
             same[key].append(entry)
             alike[what] += 1
+
+    @cache  # many readings are of the same entries
+    def name_once(entries: tuple[_MapEntry, ...]) -> list[str]:
+        """Return TE's sides in words, with one pattern for what several layers have in common."""
+        return [describe(right) for right in collapsed(dict(entries), of.shapes, of.candidate_shapes).values()]
+
     for entries in same.values():
-        yield from (_make_hypothesis(some, of) for some in _together(entries))
+        for some in _together(entries):
+            yield _make_hypothesis(some, of, name_once(tuple((entry.left, entry.right) for entry in some)))
     for exchanges in grouped(_exchanges(of), lambda one: one.kind).values():
         if len(exchanges) > 1:
             yield _exchanged(exchanges, of.shapes)
@@ -579,16 +586,21 @@ def filled_from(fills: Sequence[tuple[Side, Side, Callable[[Tensor], Tensor]]], 
     return read
 
 
-def _make_hypothesis(entries: Sequence[_Misread], of: Mapped) -> Hypothesis:
-    """Return the mistake of misreading all these entries alike."""
+def _make_hypothesis(entries: Sequence[_Misread], of: Mapped, alike: Sequence[str] = ()) -> Hypothesis:
+    """Return the mistake of misreading all these entries alike.
+
+    Args:
+        entries: the entries, each with its other reading.
+        of: the map.
+        alike: TE's sides of several entries, in words.
+    """
     first, *others = entries
     one = first.reading
     where = describe(first.right).strip('"')
     repair = one.repair
     if others:
         where += f" and {len(others)} more"
-        alike = collapsed({entry.left: entry.right for entry in entries}, of.shapes, of.candidate_shapes).values()
-        repair += f"; likewise for {', '.join(describe(right) for right in alike if right != first.right)}"
+        repair += f"; likewise for {', '.join(right for right in alike if right != describe(first.right))}"
     read = filled_from([(entry.left, entry.left, entry.reading.change) for entry in entries], of.shapes)
     codes = [entry.reading.code for entry in entries]
     now, then = (

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from parity.numerics.blocked_attention import EXACT, Arithmetic, Band, are_too_many_scores, attention
+from parity.trace.calls import mapped
 from parity.trace.private_functions import CHECKPOINT, exchanged
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class _InFP64(TorchFunctionMode):
         # This call creates an FP32 tensor, or reads one that is neither a parameter nor a buffer of the reference.
         if not _has_dtype(torch.float32, (result,)) or _has_dtype(torch.float32, given):
             return result
-        return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.float32 else x, result)
+        return mapped(result, lambda x: x.double() if x.dtype is torch.float32 else x)
 
 
 class _AllInFP64(_InFP64):

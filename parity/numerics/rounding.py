@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from parity.numerics.aten import (
     ARITHMETIC,
@@ -75,6 +74,7 @@ from parity.numerics.storing import (
     is_matrix,
     written,
 )
+from parity.trace.calls import mapped
 
 
 class Attention:
@@ -376,7 +376,7 @@ class _RoundingMode(TorchDispatchMode):
                 self._norms.see_gradient(args, result)
                 return result
             self._norms.see(func, args, result)
-            return tree_map_only(Tensor, self._storing.store, result)
+            return mapped(result, self._storing.store)
         return self._in_between(func, args, kwargs)
 
     def _compute_gemm(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
@@ -396,7 +396,7 @@ class _RoundingMode(TorchDispatchMode):
         """Return the result of a call between two GEMMs."""
         result = func(*args, **kwargs)
         if self._freedom.stores_pointwise and func in NORMS:
-            result = tree_map_only(Tensor, self._storing.store, result[0]), *result[1:]  # a missing gradient is None
+            result = mapped(result[0], self._storing.store), *result[1:]  # a missing gradient is None
         elif self._freedom.stores_pointwise and self._is_step_stored(func, args):
             result = self._storing.store(result)
         elif func in COPIES:
@@ -413,7 +413,7 @@ class _RoundingMode(TorchDispatchMode):
             stored = self._storing.store(x)
             if stored is not x:
                 x.copy_(stored)
-        return result if targets else tree_map_only(Tensor, lambda x: self._storing.store(x) if x.dim() else x, result)
+        return result if targets else mapped(result, lambda x: self._storing.store(x) if x.dim() else x)
 
     def _is_step_by_hand(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Return whether a reference without an optimizer writes to weights, as a port's optimizer does."""

@@ -77,26 +77,76 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """End the run before any worker starts if options are bad, files are unusable, or the GPU is missing."""
+    """Set up one of three kinds of process: a worker of xdist's, a run on a Ray cluster, or a run on this machine.
+
+    The run ends here, before any worker starts, if options are bad, files are unusable, or the GPU is missing.
+    """
     config.addinivalue_line("markers", "parity: items of parity; each also has its precision's name as a mark")
     try:
-        config.stash[_OPTIONS] = options.read(config)
+        asked = config.stash[_OPTIONS] = options.read(config)
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     ending.keep_stderr(config)
-    if ITEMS in (given := getattr(config, "workerinput", {})):
+    if hasattr(config, "workerinput"):
+        _set_up_worker(config, config.workerinput)
+    elif asked.engine != engines.LOCAL and not config.option.collectonly:
+        _set_up_engine(config)
+    else:
+        _set_up_run_here(config)
+
+
+def _set_up_worker(config: pytest.Config, given: dict[str, Any]) -> None:
+    """Let this process compare the items that the controller gives it, and end after the last of them."""
+    if ITEMS in given:
         narrow(config, given[ITEMS])
     if has_cases(config):
-        if not hasattr(config, "workerinput"):
-            if config.getoption("forked", False):
-                raise pytest.UsageError(f"pairs cannot be compared with --forked: {NOT_FORKED}")
-            _check_surroundings(config.stash[_OPTIONS])
-            _go_on(config)
         ending.heed_signals(config)
-    if config.stash[_OPTIONS].engine != engines.LOCAL and not config.option.collectonly:
-        _hand_over(config)
-        return
-    _assign_gpus(config)
+    config.pluginmanager.register(ending.EndsAfterLastReport(), "parity-end")
+    withhold_pipes(config)
+    _check_backend(config)
+
+
+def _set_up_engine(config: pytest.Config) -> None:
+    """Let the engine that was asked for collect and compare the items of this run."""
+    _begin_run(config)
+    asked = config.stash[_OPTIONS]
+    if config.getoption("usepdb", False):
+        raise pytest.UsageError(f"--pdb needs the comparison in this process: leave out the engine {asked.engine}")
+    try:
+        engine = engines.load_engine(asked.engine)
+        plugin = engine(config, asked, config.stash.get(_MOST_TASKS, None), _find_finished_items(config))
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(plugin, "parity-engine")
+
+
+def _set_up_run_here(config: pytest.Config) -> None:
+    """Prepare a GPU for each worker or, without workers, choose the first of ``PARITY_DEVICES`` for this process.
+
+    This happens before CUDA starts.
+    """
+    _begin_run(config)
+    if has_cases(config):
+        if config.getoption("dist", "no") != "no":
+            config.pluginmanager.register(
+                Workers(config, _list_gpus(config), _find_finished_items(config)), "parity-workers"
+            )
+        elif os.environ.get(PARITY_DEVICES) and _list_gpus(config):
+            os.environ[CUDA_VISIBLE_DEVICES] = _list_gpus(config)[0].identifier
+    _check_backend(config)
+
+
+def _begin_run(config: pytest.Config) -> None:
+    """Check what the run depends on, and claim the record of the run to be resumed."""
+    if has_cases(config):
+        if config.getoption("forked", False):
+            raise pytest.UsageError(f"pairs cannot be compared with --forked: {NOT_FORKED}")
+        _check_surroundings(config.stash[_OPTIONS])
+        _go_on(config)
+        ending.heed_signals(config)
+
+
+def _check_backend(config: pytest.Config) -> None:
     if config.stash[_OPTIONS].backend == "gpu" and has_cases(config):
         from parity import te
 
@@ -147,19 +197,6 @@ def _is_elsewhere(config: pytest.Config) -> bool:
         return False
 
 
-def _hand_over(config: pytest.Config) -> None:
-    """Let the engine that was asked for collect and compare the items of this run."""
-    asked = config.stash[_OPTIONS]
-    if config.getoption("usepdb", False):
-        raise pytest.UsageError(f"--pdb needs the comparison in this process: leave out the engine {asked.engine}")
-    try:
-        engine = engines.load_engine(asked.engine)
-        plugin = engine(config, asked, config.stash.get(_MOST_TASKS, None), _find_finished_items(config))
-    except UserError as error:
-        raise pytest.UsageError(str(error)) from None
-    config.pluginmanager.register(plugin, "parity-engine")
-
-
 def _go_on(config: pytest.Config) -> None:
     """Claim the record of the run to be resumed, before any worker is told which items are left."""
     asked = config.stash[_OPTIONS]
@@ -195,25 +232,6 @@ def _check_surroundings(asked: Options) -> None:
             emulation.check_environment()
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
-
-
-def _assign_gpus(config: pytest.Config) -> None:
-    """Assign a GPU to each worker or, without workers, the first of ``PARITY_DEVICES`` to this process.
-
-    This happens before CUDA starts.
-    """
-    if hasattr(config, "workerinput"):
-        config.pluginmanager.register(ending.EndsAfterLastReport(), "parity-end")
-        withhold_pipes(config)
-        return
-    if not has_cases(config):
-        return
-    if config.getoption("dist", "no") != "no":
-        config.pluginmanager.register(
-            Workers(config, _list_gpus(config), _find_finished_items(config)), "parity-workers"
-        )
-    elif os.environ.get(PARITY_DEVICES) and _list_gpus(config):
-        os.environ[CUDA_VISIBLE_DEVICES] = _list_gpus(config)[0].identifier
 
 
 def _list_gpus(config: pytest.Config) -> list[Device]:

@@ -450,7 +450,7 @@ class Whole:
             whole[piece.places.flatten()] = piece.values.flatten()
         return whole.view(self.exact.shape)
 
-    def apart(self) -> tuple[int, int] | None:
+    def find_differing_ranks(self) -> tuple[int, int] | None:
         """Return two ranks that should have the same numbers but do not; None if all agree to the bit."""
         for one, other in itertools.combinations(self.pieces, 2):
             if torch.equal(one.places, other.places) and not torch.equal(one.values, other.values):

@@ -29,7 +29,7 @@ from parity.search.divergence import doubt_about, factor_of, readable, shared_fa
 from parity.search.failure import Budget, Failure, agrees, explains, few_outputs
 from parity.search.in_full import Explanation, is_far_off, verified
 from parity.search.reruns import run_changed
-from parity.trace.calls import writes
+from parity.trace.calls import is_in_place
 from parity.trace.trace import Call, Edit, Trace, Value, detached, edit, ordinal, parameters_around, unnumbered
 
 # Paths through which a port's gradients do not flow back: in the residual stream, or wherever values fork or join.
@@ -166,13 +166,13 @@ def _forks_and_joins(trace: Trace, wrong: Set[str], right: Set[str]) -> list[_Pa
 
     for call in trace.calls:
         activations = (x for x in call.inputs if trace.parameter(x) is None and trace.tensor(x).is_floating_point())
-        given = {} if writes(call.function) else {value.number: value for value in activations}
+        given = {} if is_in_place(call) else {value.number: value for value in activations}
         for position, value in enumerate(given.values()):
             if len({user.site for user in trace.users(value)}) > 1 or len(given) > 1:
                 operand = f"the {ordinal(position + 1)} operand of " if len(given) > 1 else ""
                 note(operand, call, value, [call], "operand", position)
         for position, value in enumerate(call.outputs):
-            users = [user for user in trace.users(value) if not writes(user.function)]
+            users = [user for user in trace.users(value) if not is_in_place(user)]
             if len(users) > 1 and trace.tensor(value).is_floating_point():
                 result = f"the {ordinal(position + 1)} result of " if len(call.outputs) > 1 else "the result of "
                 note(result, call, value, users, position)
@@ -200,7 +200,7 @@ def _branch_input(trace: Trace, one: Residual) -> tuple[Edit, ...]:
     if one.norm is not None:
         return (edit(one.norm.call, (), _without_gradient),)
     calls = [call for call in trace.users(one.stream) if call.site != one.call.site]
-    return tuple(detached(call, one.stream) for call in calls if not writes(call.function))
+    return tuple(detached(call, one.stream) for call in calls if not is_in_place(call))
 
 
 def _both(trace: Trace, one: Residual) -> tuple[Edit, ...]:

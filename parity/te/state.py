@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from parity.numerics.aten import NO_BACKWARD
+from parity.shown import few_of
 from parity.trace.whose import is_of_te, line_running
 from parity.user_error import UserError
 
@@ -492,14 +493,14 @@ def check(candidate: nn.Module, precision: Precision) -> None:
     dtype = str(precision.dtype)
     if quantized and precision.recipe is None:
         raise UserError(
-            f"the candidate holds {_summarize_names(list(quantized))} quantized (te.quantized_model_init), so it "
+            f"the candidate holds {few_of(list(quantized), 1)} quantized (te.quantized_model_init), so it "
             f"cannot compute in {precision.name}; list only the recipe's precision in the pair's precisions, or build "
             "the module without quantized_model_init"
         )
     others = [name for name, parameter in quantized.items() if parameter.dtype is not precision.dtype]
     if others:
         raise UserError(
-            f"TE keeps the quantized {_summarize_names(others)} in {quantized[others[0]].dtype} whatever "
+            f"TE keeps the quantized {few_of(others, 1)} in {quantized[others[0]].dtype} whatever "
             f"module.to({dtype}) says, and {precision.name} computes in {dtype}; build the module with "
             f"params_dtype={dtype}"
         )
@@ -546,10 +547,6 @@ def stale_transposes(module: nn.Module, in_a_graph: bool = False) -> dict[str, T
     return found
 
 
-def _summarize_names(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
 # What delayed scaling keeps of each tensor that it quantizes: its amax history, and the scale that follows.
 # ``fp8_meta`` of TE's modules and ``_fp8_metas`` of its operations hold them: three tensors per GEMM in the forward
 # pass (input, weight, output) and two in the backward pass; operations have no outputs. Source:
@@ -589,9 +586,8 @@ class Slot:
     @property
     def name(self) -> str:
         """Return the tensor's name in messages."""
-        whose = self.weights[0] if self.weights else self.module or "the module"
-        more = f" and {len(self.weights) - 1} more" if len(self.weights) > 1 else ""
-        return whose + more if self.role == "weight" else f"the {self.role} of {whose}{more}"
+        whose = few_of(self.weights, 1) or self.module or "the module"
+        return whose if self.role == "weight" else f"the {self.role} of {whose}"
 
 
 def slots(module: nn.Module) -> Iterator[Slot]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -120,19 +121,23 @@ class _Recorder(TorchFunctionMode):
             with self:
                 return _OPENED[func](*args, **kwargs)
         changed = changed_in_place(func, args, kwargs)
-        sharing = [] if changed is None else self._keep_what_was(changed)
-        result = func(*args, **kwargs)
-        if not _is_recorded(result, changed):
-            if canonical_name(func) not in _ABOUT_SHAPES | _ABOUT_TYPES:
-                read = (self._numbers.get(id(x)) for x in tensors_in((args, kwargs)))
-                self.trace.read |= {value.number for value in read if value is not None}
-            return result
+        if changed is None:
+            result = func(*args, **kwargs)
+            if not _is_recorded(result):
+                if canonical_name(func) not in _ABOUT_SHAPES | _ABOUT_TYPES:
+                    read = (self._numbers.get(id(x)) for x in tensors_in((args, kwargs)))
+                    self.trace.read |= {value.number for value in read if value is not None}
+                return result
         site = self.frames.site(canonical_name(func))
         values = {
             id(x): self._find_or_add_value(x, Value(-1, site, i, False))
             for i, x in enumerate(tensors_in((args, kwargs)))
         }
         named_args, named_kwargs = _replace_by_values((args, kwargs), values)
+        sharing: list[int] = []
+        if changed is not None:
+            sharing = self._keep_what_was(changed)
+            result = func(*args, **kwargs)
         returned = changed if changed is not None else result
         values |= {
             id(x): self._add_value(x, Value(-1, site, i, True))
@@ -200,29 +205,35 @@ class _Editor(TorchFunctionMode):
             with self:
                 return _OPENED[func](*args, **kwargs)
         name = canonical_name(func)
+        changed = changed_in_place(func, args, kwargs)
         # Most functions are in no edit. Calls are counted by name, so calls of these need not be counted.
         is_edited = name in self._names
-        if not is_edited and not (self._found and (writes(func) or "out" in kwargs)):
+        if not is_edited:
+            if self._found and changed is not None:
+                self._keep_what_was(changed)
             return func(*args, **kwargs)
-        changed = changed_in_place(func, args, kwargs)
-        if changed is not None:
-            self._keep_what_was(changed)
-        result = func(*args, **kwargs)
-        if not is_edited or not _is_recorded(result, changed):
-            return result
+        if changed is None:
+            result = func(*args, **kwargs)
+            if not _is_recorded(result):
+                return result
         site = self.frames.site(name)
         needed = self._needed.get(site, ())
         self._collect_needed_tensors(needed, False, (args, kwargs))
         edits = self._edits.get(site, ())
-        in_place = changed is not None and bool(edits) and isinstance(result, Tensor)
-        if in_place:
-            result = result.clone()  # the gradient of an edit may need the unedited result
+        if changed is not None:
+            self._keep_what_was(changed)
+            if edits:  # the call works on a copy, because its gradient may need what it returned before the edits
+                copy = changed.clone()
+                args, kwargs = mapped((args, kwargs), lambda x: copy if x is changed else x)
+            result = func(*args, **kwargs)
+            if edits:
+                result = copy  # as the function returns it, or returns nothing
         for one in edits:
             if one.detached is not None:
                 given, named = without_gradient((args, kwargs), one.detached)
                 result = func(*given, **named)
             result = one.compute(result, *(self._found_value(value) for value in one.needs))
-        if in_place and changed is not None:
+        if edits and changed is not None:
             result = changed.copy_(result)  # the caller continues with the tensor that the call changes
         self._collect_needed_tensors(needed, True, result if changed is None else changed)
         return result
@@ -281,8 +292,8 @@ def canonical_name(function: Any) -> str:
     return name.strip("_")
 
 
-def _is_recorded(result: Any, changed: Tensor | None) -> bool:
-    return isinstance(result, Tensor) or changed is not None or bool(tensors_in(result))
+def _is_recorded(result: Any) -> bool:
+    return isinstance(result, Tensor) or bool(tensors_in(result))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -312,15 +323,26 @@ def mapped(tree: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
 
 @functools.lru_cache(4096)
 def writes(function: Any) -> bool:
-    """Return whether a function writes to its first argument."""
+    """Return whether a function writes to its first argument, as ``x.add_(y)``, ``x |= y`` and ``x.data = y`` do."""
     name = getattr(function, "__name__", "")
+    if name == "__set__":
+        return canonical_name(function) == "data"
+    if name.startswith("__i") and hasattr(operator, f"__{name[3:]}"):  # __ior__, but not __invert__ or __index__
+        return True
     return bool(name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
 
 
 def changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the tensor that a call writes to, or None if it writes to none."""
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
-    return args[0] if writes(function) and args and isinstance(args[0], Tensor) else None
+    is_written = args and isinstance(args[0], Tensor) and (kwargs.get("inplace") or writes(function))
+    return args[0] if is_written else None
+
+
+def is_in_place(call: Call) -> bool:
+    """Return whether a recorded call writes to one of its arguments."""
+    return "out" in call.kwargs or bool(call.kwargs.get("inplace")) or writes(call.function)
 
 
 # Keep golden's GEMMs, so that a pass that differs little from golden need not compute them again in FP64.

@@ -160,7 +160,7 @@ def in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
 
 def replicas_apart(wholes: Sequence[Whole]) -> Finding | None:
     """Return a finding if ranks that hold the same part of a tensor have different values, else None."""
-    found = [(one, ranks) for one in wholes if (ranks := one.apart())]
+    found = [(one, ranks) for one in wholes if (ranks := one.find_differing_ranks())]
     if not found:
         return None
     first, (a, b) = found[0]

@@ -47,7 +47,7 @@ from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.state import Kept, check, fresh_caches, fresh_quantization, moved, settled
 from parity.trace.digests import Drop, Switched, recorded, switched_off
 from parity.trace.effects import RandomState, kept
-from parity.trainings.optimized import Named, gathered, is_rounded
+from parity.trainings.optimized import Named, gather_whole, is_rounded
 from parity.trainings.steps import Batch, Resumption, Stepped, Trainee, is_interrupted
 from parity.trainings.watched import Clipping
 from parity.user_error import UserError
@@ -304,8 +304,7 @@ def _as_held(parameter: Tensor, value: Tensor) -> Tensor:
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of whole tensors on the CPU. Every rank must call this with the same names."""
-    gathered = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()}
-    return {name: x.detach().cpu().clone() for name, x in gathered.items()}
+    return {name: gather_whole(x).detach().cpu().clone() for name, x in tensors.items()}
 
 
 def is_so_on_all(here: bool) -> bool:
@@ -544,7 +543,7 @@ class TraineeOnRank(Trainee):
         return {}
 
     def _to_reference(self, tensors: Mapping[str, Tensor]) -> Named:
-        return {name: gathered(x) for name, x in tensors.items()}
+        return {name: gather_whole(x) for name, x in tensors.items()}
 
     _map_gradients = _to_reference
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from parity.case.case import MakeOptimizer, Rng
 from parity.case.weight_map import WeightMap, names
+from parity.shown import few_of
 from parity.te import emulation, state
 from parity.user_error import UserError
 
@@ -21,7 +22,8 @@ Named = dict[str, Tensor]
 # The error that a quantized parameter may have, in errors of one quantization. A cast to BF16 before it adds 0.2 %
 # (E4M3).
 _QUANTIZED_TWICE = 1.02
-# The number of elements of each parameter whose steps are followed.
+# A step of a training is judged by this many elements of each parameter. The reference's optimizer steps them as well,
+# in FP64, from the candidate's weights and gradients, and both must arrive at the same values.
 FOLLOWED = 1024
 
 
@@ -55,7 +57,7 @@ class Optimized:
         if wrong:
             raise UserError(
                 f"load= replaces parameters of the module, so that its optimizer still steps the old ones, or tied "
-                f"ones are no longer tied: {', '.join(sorted(wrong)[:3])}{' and more' if len(wrong) > 3 else ''}; "
+                f"ones are no longer tied: {few_of(sorted(wrong))}; "
                 "copy the loaded values into the existing parameters, as load_state_dict does without assign=True"
             )
         self.stepped |= {name: one for name, one in replaced.items() if self.stepped[name] is before[name]}
@@ -66,7 +68,7 @@ class Optimized:
         own = dict(self._module.named_parameters())
         return {name: one for name, one in self.stepped.items() if one is not own[name]}
 
-    def held(self) -> Named:
+    def read_stepped_weights(self) -> Named:
         """Return the weights that the optimizer steps, in FP64. They may be FP32 copies of the module's weights."""
         held = held_by(self._module)
         for name, parameter in self.stepped.items():
@@ -90,7 +92,7 @@ class Optimized:
         """Return the optimizer's state for a parameter; its values may be None if another rank steps the parameter."""
         return next((one.state[parameter] for one in self._optimizers if one.state.get(parameter)), {})
 
-    def apart(self) -> tuple[str, ...]:
+    def find_diverged_parameters(self) -> tuple[str, ...]:
         """Return the parameters that differ from the optimizer's copies by more than an ulp.
 
         A port may round a copy either way. A quantized parameter is judged by the error of all its elements together.
@@ -106,11 +108,11 @@ class Optimized:
                     found.append(name)
                 continue
             step = max(one.numel() // FOLLOWED, 1) | 1
-            if not is_rounded(*(gathered(x.detach()).reshape(-1)[::step] for x in (one, copy))):
+            if not is_rounded(*(gather_whole(x.detach()).reshape(-1)[::step] for x in (one, copy))):
                 found.append(name)
         return tuple(found)
 
-    def kept_in(self) -> dict[str, torch.dtype]:
+    def read_state_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes of the optimizer's elementwise state, by the state's name in the optimizer."""
         return {
             key: emulation.fp8_dtype(value) if emulation.is_float8_tensor(value) else value.dtype
@@ -242,7 +244,7 @@ def _divided_as(parameter: Any, value: Tensor) -> Tensor:
     return DTensor.from_local(own, *how, shape=parameter.shape, stride=parameter.stride())
 
 
-def gathered(x: Any) -> Tensor:
+def gather_whole(x: Any) -> Tensor:
     """Return the whole of a tensor that FSDP divides, or any other tensor unchanged. Every rank must call this."""
     whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return whole
@@ -287,7 +289,7 @@ def steps_elements(reference: nn.Module, make: MakeOptimizer) -> bool:
 
 
 def followed_places(name: str, shape: tuple[int, ...], all_of_them: bool = False) -> Tensor:
-    """Return the indices of the elements that are followed, in the parameter as a vector."""
+    """Return the indices, in the parameter as a vector, of the elements by which the optimizer's steps are judged."""
     count = torch.Size(shape).numel()
     if count <= FOLLOWED or all_of_them:
         return torch.arange(count)

@@ -268,7 +268,7 @@ class TraineeOverRanks:
     def _which_is_right(self, judged: Result, prepared: Prepared) -> str:
         """Return which of the ranks that disagree have the right numbers, if some have."""
         wholes = with_limits(self._wholes, judged, prepared)
-        differing = [one for one in wholes if one.apart() and one.limit]
+        differing = [one for one in wholes if one.find_differing_ranks() and one.limit]
         right = {one.rank for one in differing[0].pieces} if differing else set()
         for one in differing:
             right -= {piece.rank for piece in one.pieces if one.off([piece]) > one.limit}

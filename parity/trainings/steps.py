@@ -46,7 +46,7 @@ from parity.trainings.optimized import (
     Named,
     Optimized,
     followed_places,
-    gathered,
+    gather_whole,
     held_by,
     standing_still,
     steps_elements,
@@ -375,6 +375,7 @@ class Trainee:
                 "torch.optim.LBFGS computes the loss several times per step, which parity cannot compare: use another "
                 "optimizer, training=parity.Training(optimizer=...)"
             )
+        # Only the followed elements are stepped again, unless the optimizer steps whole matrices.
         self._are_whole = self._follows_all or not steps_elements(pair.reference, reference_optimizer(training))
         self._places = {name: followed_places(name, shape, self._are_whole) for name, shape in self._shapes.items()}
         self._warmup_passes = precision.warmup_passes
@@ -551,7 +552,7 @@ class Trainee:
         differing = tuple(
             label_of(kind, "loss" if kind == "output" else name)
             for (kind, name), x in uninterrupted.tensors.items()
-            if not torch.equal(gathered(x), gathered(stepped.tensors[kind, name]))
+            if not torch.equal(gather_whole(x), gather_whole(stepped.tensors[kind, name]))
         )
         moments = tuple(key for key, some in one.moments.items() if not _are_same(some, other.moments.get(key, {})))
         is_same = not differing and not moments and _are_same(one.after, other.after)
@@ -605,7 +606,7 @@ class Trainee:
             self._select_followed_elements(self._map_gradients(given)),
             self._followed_weights(),
             self._followed_moments(),
-            self._optimized.kept_in(),
+            self._optimized.read_state_dtypes(),
             self._are_whole,
             seen.rates,
         )
@@ -640,7 +641,7 @@ class Trainee:
     def _measure_map_deviations(self) -> Named:
         """Return the distance of each copy of a parameter, and of each constant, from what the map makes them."""
         weights = {x: y for x, y in self._pair.weights.items() if holds(x, Constant) or holds(y, Copies)}
-        held = self._optimized.held() if weights else {}
+        held = self._optimized.read_stepped_weights() if weights else {}
         made = transfer.to_candidate(
             weights, transfer.to_reference(weights, held, self._shapes), transfer.parameter_shapes(self._module)
         )
@@ -673,11 +674,11 @@ class Trainee:
 
     def _find_diverged_parameters(self) -> tuple[str, ...]:
         """Return the parameters that differ from the optimizer's copies by more than an ulp."""
-        return self._optimized.apart()
+        return self._optimized.find_diverged_parameters()
 
     def _followed_weights(self) -> Named:
         """Return the followed elements of the weights that the optimizer steps, which may be FP32 copies."""
-        return self._select_followed_elements(self._to_reference(self._optimized.held()))
+        return self._select_followed_elements(self._to_reference(self._optimized.read_stepped_weights()))
 
     def _followed_moments(self) -> dict[str, Named]:
         """Return the optimizer's moments of the followed elements."""

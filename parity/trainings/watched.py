@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from parity.case.training import own_part
 from parity.te import state
 from parity.trace.private_functions import CLIP, exchanged
-from parity.trainings.optimized import Named, Optimized, gathered
+from parity.trainings.optimized import Named, Optimized, gather_whole
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _compute_gradient_norm(gradient: Tensor) -> Tensor:
 def copied_gradients(parameters: Mapping[str, nn.Parameter]) -> Named:
     """Return copies of the gradients that exist."""
     found = {name: state.gradient(parameter) for name, parameter in parameters.items()}
-    return {name: gathered(x.detach()).clone() for name, x in found.items() if x is not None}
+    return {name: gather_whole(x.detach()).clone() for name, x in found.items() if x is not None}
 
 
 # Estimate the error of sums in gradients that are held in 16 bits.

@@ -275,7 +275,7 @@ def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[Whole], made: Degrees
                 "get_rng_state_tracker=; with sequence parallelism, fork it around the whole layer",
             )
     for whole in dropped:  # dropout that is written by hand is not among the recorded calls
-        if (ranks := whole.apart()) is not None:
+        if (ranks := whole.find_differing_ranks()) is not None:
             return repairable(
                 "ranks-drop-differently",
                 f"ranks {ranks[0]} and {ranks[1]} have the same {whole.kind} {whole.name} without dropout, and "

@@ -849,7 +849,7 @@ def lost_state(number: int, resumed: Resumption) -> Finding | None:
     lost = {what: names for what, names in lost.items() if names}
     if is_same and not {SCALES, HISTORIES, BUFFERS} & lost.keys():
         return None
-    what = ", ".join(differing[:3]) + (" and more" if len(differing) > 3 else "")
+    what = few_of(differing)
     if not differing:
         later = "the scales of later steps" if {SCALES, HISTORIES} & lost.keys() else "what evaluation may read"
         what = f"its optimizer's {', '.join(moments) or 'weights'}" if not is_same else later

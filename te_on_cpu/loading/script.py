@@ -16,21 +16,37 @@ from typing import Any
 from te_on_cpu.loading.loader import cached
 from te_on_cpu.loading.words import STAND_INS, cuda_means_cpu, normalize_devices
 
-# The traceback of a user's script, as ``python SCRIPT`` would show it: without the frames of the code that runs it.
+# A user's script as a whole program. Its traceback is shown as ``python SCRIPT`` would: without the frames of the code
+# that runs it, and of the import system between its modules.
 
 
-def show_traceback(error: BaseException) -> None:
-    """Pass the exception to ``sys.excepthook``, which prints it unless the script has replaced that hook.
+def run_program(name: str, arguments: Sequence[str], is_module: bool, raised: tuple[type[Exception], ...] = ()) -> int:
+    """Run ``python NAME ARGUMENTS``, or ``python -m NAME ARGUMENTS``, as ``run`` and ``run_module`` do.
+
+    An exception goes to ``sys.excepthook``, which prints it unless the script has replaced that hook.
 
     Args:
-        error: raised by ``script.run``, and caught in the function that called it. It and the exceptions that led to it
-            lose the frames of that function, of ``script.run`` and of the import system between the user's modules.
+        name: the script's path, or the module's name.
+        arguments: its own arguments.
+        is_module: whether the name is a module's.
+        raised: exceptions that are raised here instead, for the caller to report.
+
+    Returns:
+        The exit code: 1 after an exception, else 0.
     """
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next
-    for each in _chain(error):
-        each.__traceback__ = _without_ours(each.__traceback__)
-    sys.excepthook(type(error), error, error.__traceback__)
+    try:
+        if is_module:
+            run_module(name, arguments)
+        else:
+            run(Path(name), arguments)
+    except raised:
+        raise
+    except Exception as error:
+        for each in _chain(error):
+            each.__traceback__ = _without_ours(each.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
