@@ -38,7 +38,6 @@ from parity.measuring.gpu_report import limits as held_against
 from parity.measuring.kernel_table import table
 from parity.measuring.throughput import record as throughput
 from parity.plugin import options, recorder
-from parity.plugin.ending import Diary, Entry
 from parity.plugin.options import Options
 from parity.report import changes, ci, earlier, failure, html, markdown, record
 from parity.report.earlier import PARITY, Asked, code_of_parity
@@ -432,18 +431,6 @@ def _held_against(file: Path) -> Iterator[str]:
     yield held_against.draw(found, "emulated")
 
 
-def _diary_of(folder: Path) -> bytes:
-    line = record.result_line(_sample_result("sound", 0))
-    Diary(folder, "gw0").replace(Entry("pairs.py::x", line, record.environment_line(_ENVIRONMENT), "too long"))
-    return (folder / "gw0.entry").read_bytes()
-
-
-def _diary(file: Path) -> Iterator[str]:
-    left = Diary(file.parent, file.stem).read_last()
-    if left is not None:
-        yield left[0].ended_by("a reason")
-
-
 _CACHED = "x = 1\n"
 
 
@@ -551,7 +538,6 @@ READERS = (
     Reader("`lab.kernel_table.table`", "a record of `parity kernels`", lambda _: _sample_kernels(), _kernels),
     Reader("`lab.same`, `python -m lab same`", "two records", lambda _: _sample_run(), _same, 2),
     Reader("`lab.gpu_report.limits`", "a run's record", lambda _: _sample_run(), _held_against),
-    Reader("`plugin.ending.Diary`", "what a worker notes before it compares", _diary_of, _diary),
     Reader("`cpu.loading.loader`", "a compiled module of TE in the cache", _cache_of, _cache),
     Reader("`conversion.checkpoint.read`", "a file of safetensors", _checkpoint_of, _checkpoint),
     Reader("`conversion.checkpoint.read`, its index", "an index of a checkpoint's files", _index_of, _index),

@@ -50,8 +50,8 @@ def collected_in_time(module: pytest.Module, seconds: float) -> Iterator[None]:
     A file that takes longer is interrupted, also in a worker, and the other files are collected: see ``too_late``. If
     it does not stop when interrupted, or if its C code ends the process, the run ends.
     """
-    config, diary = module.config, of(module.config).diary
-    stacks = diary.stacks if diary else config.stash[ending.STDERR]
+    config = module.config
+    stacks = of(config).stacks or config.stash[ending.STDERR]
     expired = partial(_end_run, module, _too_long(seconds), threading.get_ident())
 
     def exited() -> None:

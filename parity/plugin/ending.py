@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from parity import reading
 from parity.machine.process import forks_ended
 from parity.plugin.alone import exit_heard, exit_refused
 
@@ -29,9 +28,10 @@ if TYPE_CHECKING:
     from parity.plugin.item import ParityItem
     from parity.result import Result
 
-# A worker keeps notes on disk while it compares, so that no result is lost if it dies suddenly.
+# A worker says what it knows while it compares, so that no result is lost if it dies suddenly.
 #
-# A worker's results travel with the report of a finished item, but an item that kills its worker has no report.
+# A worker's results travel with the report of a finished item, but an item that kills its worker has no report. What a
+# worker says is in a pipe before it goes on, and the controller reads that pipe to its end, however the worker ends.
 
 
 @dataclass(frozen=True)
@@ -68,103 +68,26 @@ class Entry:
         return json.dumps(line, ensure_ascii=False) + "\n"
 
 
-@dataclass(frozen=True)
-class Diary:
-    """The files in which one worker keeps its notes.
+class Notes:
+    """What the controller has heard from one worker.
 
     Attributes:
-        folder: the folder of all workers of the run.
-        worker: the worker's name.
+        last: the worker's last entry, and the record's lines for the seeds of its item that are finished; None if the
+            worker has begun no comparison.
     """
 
-    folder: Path
-    worker: str
+    def __init__(self) -> None:
+        self.last: tuple[Entry, tuple[str, ...]] | None = None
 
-    @staticmethod
-    def all_in(folder: Path) -> list[Diary]:
-        """Return the diaries of all workers that have begun a comparison."""
-        return [Diary(folder, entry.stem) for entry in sorted(folder.glob("*.entry"))]
-
-    @property
-    def stacks(self) -> Path:
-        """Return the file for the threads' stacks in case the worker runs too long and cannot even report that."""
-        return self.folder / f"{self.worker}.stacks"
-
-    def write(self, entry: Entry, finished: str | None) -> None:
-        """Note that the next comparison begins.
-
-        If that cannot be written, for example to a full disk, the earlier entry is removed as well. Entries matter only
-        if the worker dies, and the run then says that the item has no result.
+    def hear(self, said: tuple[tuple[str, str, str, str], int, list[str]]) -> None:
+        """Take what ``note_meanwhile`` has sent. execnet calls this in a thread of its own.
 
         Args:
-            entry: the next comparison.
-            finished: the record's line for the previous comparison; None if this is the item's first.
+            said: the fields of an entry, how many seeds of its item are finished, and the line of the last of them.
         """
-        with self._all_or_nothing():
-            if finished is None:
-                self._finished_file.unlink(missing_ok=True)
-            else:
-                with self._finished_file.open("a", encoding="utf-8") as file:
-                    file.write(finished)
-            self._write_entry(entry)
-
-    def replace(self, entry: Entry) -> None:
-        """Note more about the same comparison; see ``write``."""
-        with self._all_or_nothing():
-            self._write_entry(entry)
-
-    def _write_entry(self, entry: Entry) -> None:
-        draft = self.folder / f"{self.worker}.draft"
-        draft.write_text(json.dumps(asdict(entry)), encoding="utf-8")
-        draft.replace(self._entry_file)
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError:
-            with suppress(OSError):
-                self._entry_file.unlink(missing_ok=True)  # it may be out of date
-
-    def read(self, node_id: str) -> tuple[Entry, list[str]] | None:
-        """Return the entry and the item's finished lines, if the worker's last entry is about this item."""
-        left = self.read_last()
-        return left if left is not None and left[0].node_id == node_id else None
-
-    def read_last(self) -> tuple[Entry, list[str]] | None:
-        """Return the last entry and its item's finished lines; None if the worker has begun no comparison.
-
-        A line that the worker was writing when it died is left out.
-        """
-        try:
-            entry = reading.parsed(self._entry_file.read_bytes(), _entry_of)
-            lines = self._finished_file.read_bytes().split(b"\n") if self._finished_file.exists() else []
-        except (OSError, reading.NotReadableError):  # as on a full disk
-            return None
-        return entry, [f"{line.decode()}\n" for line in lines if _is_a_result(line)]
-
-    @property
-    def _entry_file(self) -> Path:
-        return self.folder / f"{self.worker}.entry"
-
-    @property
-    def _finished_file(self) -> Path:
-        return self.folder / f"{self.worker}.finished"
-
-
-def _entry_of(content: Any) -> Entry:
-    entry = Entry(**content)
-    if not isinstance(entry.limit, str) or not isinstance(entry.environment, str):
-        raise reading.NotReadableError("no entry of a diary")
-    entry.ended_by("")
-    return entry
-
-
-def _is_a_result(line: bytes) -> bool:
-    try:
-        return reading.parsed(line, lambda content: "result" in content)
-    except reading.NotReadableError:
-        return False
+        entry, count, line = said
+        before = self.last[1] if self.last is not None else ()
+        self.last = Entry(*entry), (*before[: max(0, count - 1)], *line)  # in one step, for the thread that reads it
 
 
 # End whatever runs too long, even a hung CUDA kernel: while Python waits for one, threads run but no signal handlers.
@@ -528,15 +451,21 @@ def keep_finished_seeds(item: ParityItem) -> None:
     recorder.record(of_item(item))
 
 
-def record_meanwhile(item: ParityItem) -> None:
-    """Record an item's seeds so far and what is known about the current one, until the item's own lines replace them.
+def note_meanwhile(item: ParityItem) -> None:
+    """Keep an item's seeds so far and what is known about the current one, in case this process is killed.
 
-    If this process is killed, nobody can record them afterwards. Workers use a diary, which the controller reads.
+    A worker tells the controller. Without workers, the record has it until the item's own lines replace it.
     """
-    recorder = item.config.pluginmanager.getplugin(RECORDER)
-    if recorder is not None:
+    channel, recorder = item.workplace.channel, item.config.pluginmanager.getplugin(RECORDER)
+    environment = environment_line(item)  # queries the GPU, which is impossible after a comparison has broken it
+    if channel is not None:
+        (running,) = of_results([item.cut_short("")])
+        entry = Entry(item.nodeid, running, environment, item.too_long)
+        with suppress(OSError):  # the controller has ended, and so will this worker
+            channel.send((astuple(entry), len(item.results), of_results(item.results[-1:])))
+    elif recorder is not None:
         lines = of_results([*item.results, item.cut_short(f"{_DIED}; {RESUME}")])
-        recorder.record_meanwhile(item.nodeid, environment_line(item), lines)
+        recorder.record_meanwhile(item.nodeid, environment, lines)
 
 
 _DIED = "the process of this run ended while it was comparing this item"
@@ -569,19 +498,18 @@ def exits_refused(config: pytest.Config, ended: Callable[[], object]) -> Iterato
         yield calls
 
 
-def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diary], reported: Container[str]) -> None:
-    """Record the seeds of the items that workers were comparing when the run was interrupted, from their diaries.
+def keep_finished_seeds_of_workers(config: pytest.Config, heard: Iterable[Notes], reported: Container[str]) -> None:
+    """Record the seeds of the items that workers were comparing when the run was interrupted.
 
     Args:
         config: the configuration of the process that writes the record.
-        diaries: the workers' diaries.
+        heard: what each worker has said.
         reported: ids of the items whose results have arrived.
     """
     recorder = config.pluginmanager.getplugin(RECORDER)
-    for diary in diaries:
-        left = diary.read_last()
-        if recorder is None or left is None or left[0].node_id in reported:
+    for notes in heard:
+        if recorder is None or notes.last is None or notes.last[0].node_id in reported:
             continue
-        entry, finished = left
+        entry, finished = notes.last
         if finished or entry.has_verdict:
             recorder.record({"environment": entry.environment, "results": [*finished, entry.ended_by(REASON)]})

@@ -20,7 +20,7 @@ from _pytest.fixtures import TopRequest
 
 from parity.machine.process import withheld
 from parity.plugin import alone, ending
-from parity.plugin.ending import Entry, time_limit
+from parity.plugin.ending import time_limit
 from parity.plugin.options import Options, Workplace, of
 from parity.shown import raised
 from parity.user_error import UserError
@@ -349,7 +349,7 @@ class ParityItem(pytest.Item):
         if ending.BROKEN_BY in stash:
             broken = f"{stash[ending.BROKEN_BY]} broke the CUDA context of this process"
             return self.without_comparison(f"not compared, because {broken}; {ending.USE_WORKERS}")
-        self._write_diary()
+        ending.note_meanwhile(self)
         try:
             with alone.threads_noted(self.config, self.nodeid):
                 ranks = self.ranks.count if self.ranks else 1
@@ -479,9 +479,8 @@ class ParityItem(pytest.Item):
         return dataclasses.replace(self.without_comparison(reason.removeprefix("Skipped: ")), status="skipped")
 
     def _time_limit(self) -> AbstractContextManager[None]:
-        diary = self.workplace.diary
         expired = partial(ending.out_of_time, self, threading.get_ident())
-        stacks = diary.stacks if diary else self.config.stash[ending.STDERR]
+        stacks = self.workplace.stacks or self.config.stash[ending.STDERR]
         own, (until, of_pytest_timeout) = self.options.timeout or math.inf, self.until
         left = max(until - time.monotonic(), _SOON)
         seconds, self.too_long = min((own, ending.too_long(own)), (left, of_pytest_timeout))
@@ -490,27 +489,12 @@ class ParityItem(pytest.Item):
         interrupt = ending.interruption(self.config)
         return time_limit(seconds, expired, stacks, None if self.workplace.worker else interrupt)
 
-    def _write_diary(self) -> None:
-        from parity.report import record
-
-        entry = self._make_entry()  # queries the GPU, which is impossible after a comparison has broken it
-        diary = self.workplace.diary
-        if diary is not None:
-            diary.write(entry, record.result_line(self.results[-1]) if self.results else None)
-        ending.record_meanwhile(self)
-
-    def _make_entry(self) -> Entry:
-        from parity.report import record
-
-        running = record.result_line(self.cut_short(""))
-        return Entry(self.nodeid, running, ending.environment_line(self), self.too_long)
-
     def _note_look(self, verdict: Result | None, decided: bool) -> None:
         """Keep the verdict of a first look until a second one has ended, and then the verdict of that one."""
         self._note_verdict(verdict, _SEARCH if decided else _SECOND_LOOK)
 
     def _note_verdict(self, verdict: Result | None, unfinished: str = _SEARCH) -> None:
-        """Keep a failure where it survives the death of this process: in a worker's diary, else in the record.
+        """Keep a failure where it survives the death of this process.
 
         Args:
             verdict: the failure; None if it was withdrawn.
@@ -518,10 +502,7 @@ class ParityItem(pytest.Item):
         """
         self.verdict = verdict and dataclasses.replace(verdict, path=self._from_start(self.path))
         self.unfinished = unfinished
-        diary = self.workplace.diary
-        if diary is not None:
-            diary.replace(self._make_entry())
-        ending.record_meanwhile(self)
+        ending.note_meanwhile(self)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Return only the message of a failed comparison, but a traceback of an unexpected exception."""

@@ -8,19 +8,18 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import pytest
 
 from parity.machine import devices
 from parity.plugin import engines
-from parity.plugin.ending import Diary
 from parity.plugin.scan import has_cases
 from parity.report import earlier
 from parity.settings import LONGEST, MOST_STEPS, check_precisions, default_seconds, of_project, seconds_of
 from parity.user_error import UserError
 
-# The workplace of one process of a run: its device, its share of the device's memory, and the place of its diary.
+# The workplace of one process of a run: its device, its share of the device's memory, and the way to the controller.
 
 
 KEY = "parity"
@@ -37,6 +36,7 @@ class Workplace:
         device: the device's identifier, or ``cpu``.
         share: how many bytes of the device's memory each of its workers has; None if that is unknown or all of them.
         workers: how many workers the run has.
+        channel: execnet's, by which a worker says what it knows; None without workers.
     """
 
     worker: str = ""
@@ -44,10 +44,12 @@ class Workplace:
     device: str = "cpu"
     share: int | None = None
     workers: int = 1
+    channel: Any = None
 
     @property
-    def diary(self) -> Diary | None:
-        return Diary(self.folder, self.worker) if self.folder else None
+    def stacks(self) -> Path | None:
+        """The file for a worker's stacks in case it runs too long and cannot even report that."""
+        return self.folder / f"{self.worker}.stacks" if self.folder else None
 
     @property
     def lock(self) -> Path | None:
@@ -65,7 +67,7 @@ def of(config: pytest.Config) -> Workplace:
     told = given[KEY]
     folder = Path(told["folder"])
     shared = folder if folder.is_dir() else None
-    return Workplace(given["workerid"], shared, told["device"], told["share"], devices.workers())
+    return Workplace(given["workerid"], shared, told["device"], told["share"], devices.workers(), told["channel"])
 
 
 # Check that files can be written to their places, before hours of work and not after them.

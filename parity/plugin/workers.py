@@ -23,8 +23,8 @@ from parity.machine import devices
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, Device
 from parity.machine.process import withheld
 from parity.plugin import ending
-from parity.plugin.ending import Diary
-from parity.plugin.options import FINISHED, KEY, Options
+from parity.plugin.ending import Notes
+from parity.plugin.options import FINISHED, KEY, Options, Workplace
 from parity.user_error import UserError
 
 # In xdist's controller: give each worker a device, and record the results that a dead worker leaves behind.
@@ -34,12 +34,13 @@ _CPU = "cpu"
 
 
 class Workers:
-    """A pytest plugin for xdist's controller, which knows only the workers' reports and diaries."""
+    """A pytest plugin for xdist's controller, which knows only what the workers report and say meanwhile."""
 
     def __init__(self, config: pytest.Config, gpus: Sequence[Device], finished: Collection[str] = ()) -> None:
         self._config, self._gpus, self._finished = config, gpus, sorted(finished)
         self._folder = Path(tempfile.mkdtemp(prefix="parity-"))
         self._shares: dict[str, int | None] = {}
+        self._notes: defaultdict[str, Notes] = defaultdict(Notes)
         self._announced: set[str] = set()
         self._reported: set[str] = set()
         self._died_of: set[str] = set()
@@ -63,7 +64,10 @@ class Workers:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         device = node.gateway.spec.env[CUDA_VISIBLE_DEVICES] if self._gpus else _CPU
-        node.workerinput[KEY] = {"folder": str(self._folder), "device": device, "share": self._shares[device]}
+        channel = node.gateway.newchannel()
+        channel.setcallback(self._notes[node.gateway.id].hear)
+        folder, share = str(self._folder), self._shares[device]
+        node.workerinput[KEY] = {"folder": folder, "device": device, "share": share, "channel": channel}
         node.workerinput[FINISHED] = self._finished
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -79,7 +83,7 @@ class Workers:
             session.shouldstop = f"{report.nodeid} cannot be collected, and ends each worker that tries"
 
     def pytest_keyboard_interrupt(self) -> None:
-        ending.keep_finished_seeds_of_workers(self._config, Diary.all_in(self._folder), self._reported)
+        ending.keep_finished_seeds_of_workers(self._config, self._notes.values(), self._reported)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
@@ -90,7 +94,8 @@ class Workers:
         if crashitem in self._announced:
             report.when, report.outcome, report.longrepr = "teardown", "passed", None
         else:
-            _attach_results(crashitem, Diary(self._folder, report.node.gateway.id), report)
+            worker = report.node.gateway.id
+            _attach_results(crashitem, self._notes[worker], Workplace(worker, self._folder).stacks, report)
         if crashitem not in self._died_of:
             self._died_of.add(crashitem)
             self._allow_one_more_worker()
@@ -109,15 +114,14 @@ class Workers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _attach_results(node_id: str, diary: Diary, report: Any) -> None:
+def _attach_results(node_id: str, notes: Notes, file: Path | None, report: Any) -> None:
     """Attach to the report of a crash the results of the worker's item, with an error for the seed that killed it."""
     from parity.report import record
 
-    left = diary.read(node_id)
-    if left is None:
+    if notes.last is None or notes.last[0].node_id != node_id:
         return
-    entry, finished = left
-    stacks = diary.stacks.read_text(encoding="utf-8", errors="replace") if diary.stacks.exists() else ""
+    entry, finished = notes.last
+    stacks = file.read_text(encoding="utf-8", errors="replace") if file and file.exists() else ""
     cause = _cause_of_death(report.node)
     if stacks:
         cause = f"{entry.limit}, and kept every Python thread from running; its worker was ended and replaced"

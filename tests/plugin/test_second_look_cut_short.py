@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import fakes
 import pytest
 from plugin_runs import run_in_a_process
 
-from parity.plugin.ending import Diary, Entry
-from parity.report import record
+from parity.plugin.ending import Notes
 from parity.result import Result
 
 LIMIT = "ran longer than 3 s (--parity-timeout, or --timeout of parity run)"
@@ -76,20 +74,18 @@ def test_the_note_says_that_no_later_seed_was_compared(tmp_path: Path) -> None:
     assert result.notes[-1].startswith(f"{CUT_SHORT}, and no later seed was compared{COUNTS}{LIMIT}")
 
 
-def test_a_note_that_cannot_be_replaced_is_taken_away_since_it_may_be_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    diary = Diary(tmp_path, "gw0")
-    failed = replace(fakes.result(margin=2.0), notes=("it was looked at once",))
-    fails = Entry("my_pairs.py::x", record.result_line(failed), "", "ran too long")
-    diary.write(fails, None)
-    assert diary.read("my_pairs.py::x") == (fails, [])
+def heard(*said: tuple[str, int, list[str]]) -> tuple[str, tuple[str, ...]]:
+    """Return the item and the finished lines that a controller knows when it has heard this."""
+    notes = Notes()
+    for node_id, count, line in said:
+        notes.hear(((node_id, "", "", ""), count, line))
+    assert notes.last is not None
+    return notes.last[0].node_id, notes.last[1]
 
-    def full(*_: object, **__: object) -> int:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
-    diary.replace(Entry("my_pairs.py::x", record.result_line(fakes.result(margin=0.5)), "", 600.0))
-    assert diary.read("my_pairs.py::x") is None
-    diary.write(fails, None)
-    assert diary.read_last() is None
+def test_a_controller_knows_the_seeds_of_the_last_item_alone() -> None:
+    a, b = ("a", 0, []), ("b", 0, [])
+    assert heard(a) == ("a", ())
+    assert heard(a, ("a", 1, ["0"]), ("a", 1, ["0"]), ("a", 2, ["1"])) == ("a", ("0", "1"))
+    assert heard(a, ("a", 1, ["0"]), b) == ("b", ())
+    assert heard(a, ("a", 1, ["0"]), a, ("a", 1, ["0 again"])) == ("a", ("0 again",))  # as a plugin runs it again
