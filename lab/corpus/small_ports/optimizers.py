@@ -82,7 +82,7 @@ def in_groups(parameters: list[nn.Parameter]) -> AdamW:
 
 BFLOAT16, DECAY, ALL_DECAY = torch.bfloat16, dict(weight_decay=0.1), dict(weight_decay=1.0)
 MOMENTUM = dict(momentum=0.9)
-IN_BFLOAT16 = dict(exp_avg_dtype=BFLOAT16, exp_avg_sq_dtype=BFLOAT16)
+IN_BFLOAT16: dict[str, Any] = dict(exp_avg_dtype=BFLOAT16, exp_avg_sq_dtype=BFLOAT16)
 
 ADAM = fused("adam", Adam, DECAY, dict(adam_w_mode=False))
 ADAMW = fused("adamw", AdamW, DECAY)
@@ -177,13 +177,13 @@ class ByHand(nn.Module):
 class Functional(nn.Module):
     """Descends along gradients from ``torch.autograd.grad``, with new weight tensors, as in meta learning."""
 
-    def __init__(self, layer: nn.Module, lr: float, momentum: float = 0.0) -> None:
+    def __init__(self, layer: Any, lr: float, momentum: float = 0.0) -> None:
         super().__init__()
         self.layer, self.lr, self.momentum = layer, lr, momentum
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         weight, bias = (p.detach().requires_grad_() for p in (self.layer.weight, self.layer.bias))
-        buffers = [0.0, 0.0]
+        buffers: list[Any] = [0.0, 0.0]
         for _ in range(STEPS):
             with torch.enable_grad():
                 loss = (F.linear(x.detach(), weight, bias) - target.detach()).square().mean()
@@ -195,7 +195,7 @@ class Functional(nn.Module):
         return F.linear(x, weight, bias)
 
 
-TENTH, HALF = dict(decay=0.1), dict(decay=0.5)
+HALF: dict[str, Any] = dict(decay=0.5)
 
 
 def by_hand(name: str, step: Step) -> Host:

@@ -46,11 +46,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = (self.query(x), self.key(x), self.value(x))
         query, key, value = (part.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for part in parts)
-        turned = [self._turned(query, HEADS // GROUPS), self._turned(key, 1)]
-        context = attended(*turned, value)
-        others = {"mask": dict(causal=False), "scale": dict(scale=0.5)}
+        query, key = self._turned(query, HEADS // GROUPS), self._turned(key, 1)
+        context = attended(query, key, value)
+        others: Any = {"mask": dict(causal=False), "scale": dict(scale=0.5)}
         if self.wrong in others:
-            context = mixed(context, attended(*turned, value, **others[self.wrong]), self.dim, self.indices)
+            context = mixed(context, attended(query, key, value, **others[self.wrong]), self.dim, self.indices)
         return self.out(context.transpose(1, 2).flatten(2))
 
     def _turned(self, x: Tensor, each: int) -> Tensor:
@@ -69,7 +69,7 @@ class Layers(nn.Module):
     def __init__(self, linear: Any, wrong: str = "", channels: slice = slice(0), factor: float = 1.0) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(64))
-        self.layers = nn.ModuleList(linear(64, 64) for _ in range(3))
+        self.layers: Any = nn.ModuleList(linear(64, 64) for _ in range(3))
         self.down = nn.ModuleList(linear(64, 64, bias=False) for _ in range(3))
         self.wrong, self.channels, self.factor = wrong, channels, factor
 

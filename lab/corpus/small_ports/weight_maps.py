@@ -34,6 +34,8 @@ class FusedAttention(nn.Module):
 class Rows(nn.Module):
     """Attention whose fused rows are viewed as ``shape``; ``to_heads`` permutes ``[batch, seq, *shape]``."""
 
+    fused: Any
+
     def __init__(self, shape: tuple[int, ...], to_heads: tuple[int, ...]) -> None:
         super().__init__()
         self.shape, self.to_heads = shape, to_heads
@@ -55,7 +57,7 @@ def of_fused(**options: Any) -> Any:
 
     def port(te: Any, interleaved: bool = False) -> nn.Module:
         given = dict(attention_dropout=0.0, attn_mask_type="no_mask", qkv_format="bshd") | options
-        return te.MultiheadAttention(WIDTH, HEADS, qkv_weight_interleaved=interleaved, **given)  # type: ignore[no-any-return]
+        return te.MultiheadAttention(WIDTH, HEADS, qkv_weight_interleaved=interleaved, **given)
 
     return port
 
@@ -126,7 +128,7 @@ class Projected(nn.Module):
         return F.scaled_dot_product_attention(*heads.unbind(2))
 
 
-def stacked(*order: str) -> dict[Any, str]:
+def stacked(*order: str) -> dict[str, Any]:
     return {"qkv.weight": parity.stack(*(f"qkv.{name}_weight" for name in order))}
 
 
@@ -259,7 +261,7 @@ def of_operations(te: Any, size: int | None) -> nn.Module:
     from transformer_engine.pytorch import ops
 
     up = ops.Linear(WIDTH, 2 * 96)
-    return ops.Sequential(up, ops.SwiGLU(glu_interleave_size=size), ops.Linear(96, WIDTH))  # type: ignore[no-any-return]
+    return ops.Sequential(up, ops.SwiGLU(glu_interleave_size=size), ops.Linear(96, WIDTH))
 
 
 def of_mlp(order: Any) -> dict[Any, str]:
