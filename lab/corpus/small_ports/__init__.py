@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lab.corpus.port import Port
-from lab.corpus.small_ports import modulation, rounding
+from lab.corpus.small_ports import activations, lookups, modulation, rounding
 
 BY_SUBJECT: Mapping[str, tuple[Port, ...]] = {
+    "activations": activations.PORTS,
+    "lookups": lookups.PORTS,
     "modulation": modulation.PORTS,
     "rounding": rounding.PORTS,
 }
