@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lab.corpus.port import Port
-from lab.corpus.small_ports import activations, lookups, modulation, rounding
+from lab.corpus.small_ports import (
+    activations,
+    lookups,
+    modulation,
+    operations,
+    rounding,
+    step_order,
+    tensors_read,
+)
 
 BY_SUBJECT: Mapping[str, tuple[Port, ...]] = {
     "activations": activations.PORTS,
     "lookups": lookups.PORTS,
     "modulation": modulation.PORTS,
+    "operations": operations.PORTS,
     "rounding": rounding.PORTS,
+    "step_order": step_order.PORTS,
+    "tensors_read": tensors_read.PORTS,
 }
