@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lab.corpus.port import Port
 from lab.corpus.small_ports import (
     activations,
+    images,
     lookups,
     modulation,
     operations,
@@ -17,6 +18,7 @@ from lab.corpus.small_ports import (
 
 BY_SUBJECT: Mapping[str, tuple[Port, ...]] = {
     "activations": activations.PORTS,
+    "images": images.PORTS,
     "lookups": lookups.PORTS,
     "modulation": modulation.PORTS,
     "operations": operations.PORTS,
