@@ -95,7 +95,7 @@ class Deep(nn.Module):
     def __init__(self, linear: Any, twice: bool = False) -> None:
         super().__init__()
         self.up, self.down = (nn.ModuleList(linear(64, 64) for _ in range(9)) for _ in range(2))
-        for one in self.up:
+        for one in list[Any](self.up):
             nn.init.normal_(one.bias, std=0.3)
         self.twice = twice
 
@@ -106,10 +106,8 @@ class Deep(nn.Module):
         return x
 
 
-GATES = {
-    act.__name__: twins(Gate, WIDE, f"gate_of_{act.__name__}", settings=dict(act=act))
-    for act in (F.mish, F.hardswish, F.softplus, F.elu, F.leaky_relu, F.relu)
-}
+ACTS: tuple[Any, ...] = (F.mish, F.hardswish, F.softplus, F.elu, F.leaky_relu, F.relu)
+GATES = {act.__name__: twins(Gate, WIDE, f"gate_of_{act.__name__}", settings=dict(act=act)) for act in ACTS}
 UNIT = twins(Gate, WIDE, "clamped_unit", settings=dict(unit=clamped()))
 CONDITIONED, CLAMPED = twins(Conditioned, WIDE), twins(Clamped, normal((64, HIDDEN)))
 IN_PLACE = twins(Clamped, normal((64, HIDDEN)), "clamped_in_place", settings=dict(in_place=True))

@@ -73,6 +73,8 @@ class Swin(nn.Module):
 class Biased(nn.Module):
     """Attention with a bias, or a boolean mask with a prefix that all see, either not symmetric in query and key."""
 
+    table: Tensor
+
     def __init__(self, linear: Any, prefix: bool = False, keys_reversed: bool = False, turned: bool = False) -> None:
         super().__init__()
         self.qkv, self.keys_reversed, self.turned = linear(WIDTH, 3 * WIDTH), keys_reversed, turned
@@ -84,7 +86,7 @@ class Biased(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD)).permute(2, 0, 3, 1, 4)
-        table: Any = self.table.flip(-1) if self.keys_reversed else self.table
+        table = self.table.flip(-1) if self.keys_reversed else self.table
         table = table.mT.contiguous() if self.turned else table
         return F.scaled_dot_product_attention(q, k, v, table).transpose(1, 2).flatten(2)
 

@@ -100,28 +100,18 @@ def ids_behind_padding(rng: Rng) -> Tensor:
 
 
 EMBEDDED = twins(Embedded, ids_behind_padding)
-PATCHES, OF_FIVE_TOKENS, NORMED = (
-    twins(Patches, normal((2, SEQ, HIDDEN)), name, settings=settings)
-    for name, settings in (
-        ("patches", {}),
-        ("patches_behind_five_tokens", dict(tokens=5)),
-        ("patches_before_norm", dict(normed=True)),
-    )
-)
-FAR, ONE_WAY, NEAR = (
-    Host(
-        name,
-        lambda **settings: Distances(written_out, **settings),
-        tes_distances,
-        normal(*[(2, SEQ, HEADS, 16)] * 3),
-        settings,
-    )
-    for name, settings in (
-        ("distances", {}),
-        ("distances_one_way", dict(both_directions=False)),
-        ("distances_up_to_20", dict(farthest=20)),
-    )
-)
+PATCHES = twins(Patches, normal((2, SEQ, HIDDEN)))
+OF_FIVE_TOKENS = twins(Patches, normal((2, SEQ, HIDDEN)), "patches_behind_five_tokens", settings=dict(tokens=5))
+NORMED = twins(Patches, normal((2, SEQ, HIDDEN)), "patches_before_norm", settings=dict(normed=True))
+
+
+def distances(name: str, **settings: Any) -> Host:
+    drawn = normal(*[(2, SEQ, HEADS, 16)] * 3)
+    return Host(name, lambda **given: Distances(written_out, **given), tes_distances, drawn, settings)
+
+
+FAR, ONE_WAY = distances("distances"), distances("distances_one_way", both_directions=False)
+NEAR = distances("distances_up_to_20", farthest=20)
 
 # Ids that are off by one, or that belong to another position; padding rows, which get no gradient, on only one side.
 

@@ -60,6 +60,9 @@ class Activated(nn.Module):
 class Standardized(nn.Module):
     """Subtract the inputs' mean and divide by their deviation."""
 
+    mean: Tensor
+    deviation: Tensor
+
     def __init__(self, linear: Any, divides_first: bool = False) -> None:
         super().__init__()
         self.up, self.divides_first = linear(WIDTH, WIDTH), divides_first
@@ -90,22 +93,20 @@ GATE_FIRST, GATE_LAST = (
     twins(Grouped, SEQUENCES, name, settings=dict(gate_last=name == "gate_last"))
     for name in ("gate_first", "gate_last")
 )
-SCALED, RESULTS, INPUTS = (
-    twins(Weighted, SEQUENCES, name, settings=settings)
-    for name, settings in (
-        ("scaled_results", dict(layers=1, weighs_inputs=False, number=0.22)),
-        ("weighted_results", dict(layers=2, weighs_inputs=False)),
-        ("weighted_inputs", dict(layers=1, weighs_inputs=True)),
-    )
+SCALED = twins(Weighted, SEQUENCES, "scaled_results", settings=dict(layers=1, weighs_inputs=False, number=0.22))
+RESULTS = twins(Weighted, SEQUENCES, "weighted_results", settings=dict(layers=2, weighs_inputs=False))
+INPUTS = twins(Weighted, SEQUENCES, "weighted_inputs", settings=dict(layers=1, weighs_inputs=True))
+GATED = Host(
+    "gated_norm",
+    partial(Gated, nn.Linear, nn.RMSNorm),
+    lambda te, **port: Gated(te.Linear, partial(te.RMSNorm, eps=EPS), **port),
+    SEQUENCES,
 )
-GATED, ACTIVATED = (
-    Host(
-        name,
-        partial(module, nn.Linear, nn.RMSNorm),
-        lambda te, module=module, **port: module(te.Linear, partial(te.RMSNorm, eps=EPS), **port),
-        SEQUENCES,
-    )
-    for name, module in (("gated_norm", Gated), ("normed_activation", Activated))
+ACTIVATED = Host(
+    "normed_activation",
+    partial(Activated, nn.Linear, nn.RMSNorm),
+    lambda te, **port: Activated(te.Linear, partial(te.RMSNorm, eps=EPS), **port),
+    SEQUENCES,
 )
 
 PORTS = (
