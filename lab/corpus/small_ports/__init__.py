@@ -1,16 +1,13 @@
-"""Small modules and their ports, a page for each subject."""
+"""Small modules and their ports, a page for each subject. A page can be added or deleted without other changes."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
 
 from lab.corpus.port import Port
-from lab.corpus.small_ports import modulation, optimizers, parts, rounding, weight_maps
 
 BY_SUBJECT: Mapping[str, tuple[Port, ...]] = {
-    "modulation": modulation.PORTS,
-    "optimizers": optimizers.PORTS,
-    "parts": parts.PORTS,
-    "rounding": rounding.PORTS,
-    "weight_maps": weight_maps.PORTS,
+    page.name: importlib.import_module(f"{__name__}.{page.name}").PORTS for page in pkgutil.iter_modules(__path__)
 }
