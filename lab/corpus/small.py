@@ -88,9 +88,11 @@ class Host:
         titles = (titles,) if isinstance(titles, str) else titles
         return self._vary(name, weights, changes, titles=titles, phrase=phrase, others=others, precisions=precisions)
 
-    def right(self, *, name: str = "", weights: Weights = None, **changes: Any) -> Port:
+    def right(
+        self, *, name: str = "", precisions: tuple[str, ...] | None = None, weights: Weights = None, **changes: Any
+    ) -> Port:
         """Return a right port, which these settings, or this weight map, only write in another way."""
-        return self._vary(name, weights, changes)
+        return self._vary(name, weights, changes, precisions=precisions)
 
     def _vary(self, name: str, weights: Weights, changes: Mapping[str, Any], **told: Any) -> Port:
         made = ", ".join(f"{key}={_describe_setting(value)}" for key, value in changes.items())

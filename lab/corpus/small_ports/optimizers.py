@@ -196,6 +196,7 @@ class Functional(nn.Module):
 
 
 HALF: dict[str, Any] = dict(decay=0.5)
+TENTH: dict[str, Any] = dict(decay=0.1)
 
 
 def by_hand(name: str, step: Step) -> Host:
@@ -218,7 +219,7 @@ def by_fused_adam(name: str, step: Step) -> Host:
     )
 
 
-HAND_ADAM, HAND_SGD = by_hand("adam_by_hand", adam(**HALF)), by_hand("sgd_by_hand", sgd(momentum=0.9, decay=0.1))
+HAND_ADAM, HAND_SGD = by_hand("adam_by_hand", adam(**TENTH)), by_hand("sgd_by_hand", sgd(momentum=0.9, decay=0.1))
 HAND_NESTEROV = by_hand("nesterov_by_hand", sgd(momentum=0.9, nesterov=True))
 INPLACE_ADAM = by_hand("adam_in_place_by_hand", fused_adam_like(**HALF))
 HAND_COUPLED = by_hand("coupled_adam_by_hand", adam(decoupled=False, **HALF))
@@ -236,10 +237,10 @@ FP32 = ("fp32",)
 PORTS = (
     ADAMW.right(),
     ADAM.right(),
-    DECAYING_SGD.right(),
+    DECAYING_SGD.right(precisions=FP32),
     ADAMW.right(capturable=True),
     ADAMW.right(master_weights=True),
-    HAND_ADAM.right(step=fused_adam_like(**HALF), name="in place"),
+    HAND_ADAM.right(step=fused_adam_like(**TENTH), name="in place"),
     ADAM.wrong("optimizer", "decouples the decay", adam_w_mode=True, precisions=FP32),
     ADAMW.wrong("optimizer", "adds the decay to the gradient", adam_w_mode=False, precisions=FP32),
     ADAMW.wrong("optimizer", "corrects no bias", bias_correction=False, precisions=FP32),
@@ -257,10 +258,12 @@ PORTS = (
     HALVED.wrong("optimizer", "learning rate stays at 0.01", name="no schedule", precisions=("bf16",), others=True),
     CLIPPED.wrong("optimizer", "the port clips none", name="no clipping", precisions=("fp16",), others=True),
     GROUPS.wrong("optimizer", "weight decay 0.5 for all parameters", weight_decay=0.5, precisions=FP32, others=True),
-    HAND_ADAM.wrong("optimizer", "its learning rate is 0.02", name="rate", step=adam(lr=2e-2, **HALF), precisions=FP32),
-    HAND_ADAM.wrong("optimizer", "beta1 is 0.8", name="beta1", step=adam(betas=(0.8, 0.999), **HALF), precisions=FP32),
-    HAND_ADAM.wrong("optimizer", "its eps is 0.01", name="eps", step=adam(eps=1e-2, **HALF), precisions=FP32),
-    HAND_ADAM.wrong(
+    HAND_ADAM.wrong("optimizer", "its learning rate is 0.02", name="lr", step=adam(lr=2e-2, **TENTH), precisions=FP32),
+        "optimizer", "its learning rate is 0.02", name="rate", step=adam(lr=2e-2, **TENTH), precisions=FP32
+    ),
+    HAND_ADAM.wrong("optimizer", "beta1 is 0.8", name="beta1", step=adam(betas=(0.8, 0.999), **TENTH), precisions=FP32),
+    HAND_ADAM.wrong("optimizer", "its eps is 0.01", name="eps", step=adam(eps=1e-2, **TENTH), precisions=FP32),
+    INPLACE_ADAM.wrong(
         "optimizer",
         "adds the decay to the gradient",
         name="coupled decay",
