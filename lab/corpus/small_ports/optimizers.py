@@ -259,8 +259,6 @@ PORTS = (
     CLIPPED.wrong("optimizer", "the port clips none", name="no clipping", precisions=("fp16",), others=True),
     GROUPS.wrong("optimizer", "weight decay 0.5 for all parameters", weight_decay=0.5, precisions=FP32, others=True),
     HAND_ADAM.wrong("optimizer", "its learning rate is 0.02", name="lr", step=adam(lr=2e-2, **TENTH), precisions=FP32),
-        "optimizer", "its learning rate is 0.02", name="rate", step=adam(lr=2e-2, **TENTH), precisions=FP32
-    ),
     HAND_ADAM.wrong("optimizer", "beta1 is 0.8", name="beta1", step=adam(betas=(0.8, 0.999), **TENTH), precisions=FP32),
     HAND_ADAM.wrong("optimizer", "its eps is 0.01", name="eps", step=adam(eps=1e-2, **TENTH), precisions=FP32),
     INPLACE_ADAM.wrong(
