@@ -49,13 +49,14 @@ class Host:
     probe: Any = True
     precisions: tuple[str, ...] | None = None
 
-    def case(self, **changes: Any) -> Case:
-        """Return the pair with these settings changed in its port."""
+    def case(self, weights: Mapping[Any, Any] | None = None, **changes: Any) -> Case:
+        """Return the pair with these settings changed in its port, and another weight map if one is given."""
 
         def factory(te: ModuleType) -> Pair:
             reference = self.reference(**self.settings)
             candidate = self.port(te, **{**self.settings, **changes})
-            return Pair(reference, candidate, self.inputs, self._map_weights(reference), **self.options)
+            mapped = self._map_weights(reference) if weights is None else weights
+            return Pair(reference, candidate, self.inputs, mapped, **self.options)
 
         return Case(self.name, factory, sizes=({},), probe=self.probe, precisions=self.precisions, path=Path(__file__))
 
@@ -83,14 +84,14 @@ class Host:
             name: its name in the corpus; made of the changed settings by default.
             others: whether other findings may follow.
             precisions: those at which the mistake shows; None for all.
-            changes: the settings that the port gets wrong.
+            changes: the settings that the port gets wrong, or ``weights``, a wrong weight map.
         """
         titles = (titles,) if isinstance(titles, str) else titles
         return self._vary(name, changes, titles=titles, phrase=phrase, others=others, precisions=precisions)
 
-    def right(self, *, name: str = "", **changes: Any) -> Port:
+    def right(self, *, name: str = "", precisions: tuple[str, ...] | None = None, **changes: Any) -> Port:
         """Return a right port, which these settings only write in another way."""
-        return self._vary(name, changes)
+        return self._vary(name, changes, precisions=precisions)
 
     def _vary(self, name: str, changes: Mapping[str, Any], **told: Any) -> Port:
         made = ", ".join(f"{key}={_describe_setting(value)}" for key, value in changes.items())
