@@ -371,7 +371,7 @@ PORTS: tuple[Port, ...] = (
     BIASED.wrong("routing-weights", router=biased(score=lambda logits: logits.softmax(-1)), name="chosen by softmax"),
     BIASED.wrong("routing-bias", router=biased(choice=0.0), name="no bias"),
     BIASED.wrong("routing-bias", router=biased(choice=-1.0), name="bias subtracted"),
-    BIASED.wrong("routing-bias", router=biased(weight=1.0), name="biased weights"),
+    BIASED.wrong("routing-bias", router=biased(weight=1.0), name="biased weights", precisions=("fp32",)),
     BIASED.wrong("routing-bias", router=biased(logit=1.0), name="biased logits"),
     MIXTURE.wrong("expert-splits", split=sorted),
     MIXTURE.wrong("expert-splits", split=lambda splits: [2 * TOKENS // EXPERTS] * EXPERTS, name="equal splits"),

@@ -249,6 +249,7 @@ PORTS: tuple[Port, ...] = (
         "shared_down.weight, shared_up.weight",
         shared=0.0,
         precisions=("fp32", "fp8_current"),
+        others=True,
     ),
     LOW_RANK.wrong("factor", "multiply by 2, as the reference does; in all, the port multiplies by 1", scale=1.0),
     LOW_RANK.wrong("factor", "multiply by 2, as the reference does; in all, the port multiplies by 2.2", scale=2.2),
