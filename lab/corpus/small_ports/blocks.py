@@ -273,7 +273,13 @@ def map_qwen(*exchanged: str) -> dict[Any, Any]:
     }
 
 
-def qwen(name: str, seq: int = 32, norm_first: bool = True, interleaved: bool = False) -> Host:
+def qwen(
+    name: str,
+    seq: int = 32,
+    norm_first: bool = True,
+    interleaved: bool = False,
+    precisions: tuple[str, ...] = ("fp32",),
+) -> Host:
     return Host(
         name,
         lambda **right: nn.Sequential(*(QwenLayer(**right) for _ in range(2))),
@@ -281,11 +287,13 @@ def qwen(name: str, seq: int = 32, norm_first: bool = True, interleaved: bool = 
         normal((1 if seq > 32 else 2, seq, HIDDEN)),
         dict(norm_first=norm_first, interleaved=interleaved),
         map_qwen(),
+        precisions=precisions,
     )
 
 
 QWEN, LLAMA4 = qwen("qwen_layers"), qwen("llama4_layers", norm_first=False)
-INTERLEAVED, LONG = qwen("qwen_layers_interleaved", interleaved=True), qwen("qwen_layers_of_many_tokens", 96)
+INTERLEAVED = qwen("qwen_layers_interleaved", interleaved=True)
+LONG = qwen("qwen_layers_of_many_tokens", 96, precisions=("bf16", "fp16"))
 
 
 # What models of transformers write differently: norms, factors, and masks or tables that layers are given.
@@ -406,7 +414,14 @@ PORTS: tuple[Port, ...] = (
     HALVED.wrong("parallel-block", how=("halved in sequence",)),
     *(host.right(precisions=("bf16", "fp8_current")) for host in (PARALLEL, WITH_OWN_NORM, STREAM_LAST, IN_PLACE)),
     *(host.wrong("parallel-block", parallel=False) for host in (PARALLEL, WITH_OWN_NORM, STREAM_LAST, IN_PLACE)),
-    PARALLEL.wrong("parallel-block", "something else is wrong as well", parallel=False, disturbed=True, others=True),
+    PARALLEL.wrong(
+        "parallel-block",
+        "something else is wrong as well",
+        parallel=False,
+        disturbed=True,
+        precisions=("fp32",),
+        others=True,
+    ),
     QWEN.wrong("norm-order", norm_first=False),
     LLAMA4.wrong("norm-order", norm_first=True),
     QWEN.wrong("norm-eps", qk_norm_eps=1e-3),  # of queries and keys alone, far from known values
@@ -417,7 +432,7 @@ PORTS: tuple[Port, ...] = (
     QWEN.wrong("rope-layout", rotary_pos_interleaved=True),
     QWEN.wrong("rope-layout", interleaved=True),  # of layers and their embedding
     INTERLEAVED.wrong("rope-layout", of_embedding=False),
-    LONG.right(precisions=("bf16", "fp16")),
+    LONG.right(),
     LONG.wrong("rope-precision", cast=True, precisions=("bf16",)),
     COHERE.right(precisions=("fp32", "bf16", "fp8_current")),
     COHERE.wrong("norm-kind", norm="RMSNorm", weights=map_cohere(bias=False), name="RMSNorm for LayerNorm"),

@@ -290,6 +290,6 @@ PORTS: tuple[Port, ...] = (
     OF_BRANCHES.wrong("post-norm", "each norm is after the sum", where="sum"),
     POOLED.wrong("post-norm", "the port norms only those that are picked, or their average", mistake="pooled"),
     POOLED_FIRST.wrong("post-norm", "the port norms each of them", mistake="", name="each normed"),
-    POOLED.wrong("norm-missing", "norm1", mistake="unnormed"),
+    POOLED.wrong("norm-missing", "norm1", mistake="unnormed", others=True),
     ENCODER_LAYER.wrong("post-norm", "put each norm after the sum", of_te=True, weights=OF_TE, name="norms first"),
 )
