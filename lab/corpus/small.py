@@ -88,9 +88,9 @@ class Host:
         titles = (titles,) if isinstance(titles, str) else titles
         return self._vary(name, changes, titles=titles, phrase=phrase, others=others, precisions=precisions)
 
-    def right(self, *, name: str = "", **changes: Any) -> Port:
+    def right(self, *, name: str = "", precisions: tuple[str, ...] | None = None, **changes: Any) -> Port:
         """Return a right port, which these settings only write in another way."""
-        return self._vary(name, changes)
+        return self._vary(name, changes, precisions=precisions)
 
     def _vary(self, name: str, changes: Mapping[str, Any], **told: Any) -> Port:
         made = ", ".join(f"{key}={_describe_setting(value)}" for key, value in changes.items())

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lab.corpus.port import Port
-from lab.corpus.small_ports import modulation, rounding
+from lab.corpus.small_ports import losses, modulation, rope, rounding
 
 BY_SUBJECT: Mapping[str, tuple[Port, ...]] = {
+    "losses": losses.PORTS,
     "modulation": modulation.PORTS,
+    "rope": rope.PORTS,
     "rounding": rounding.PORTS,
 }
