@@ -42,9 +42,9 @@ def of(**arguments: Any) -> Loss:
     return lambda logits, labels: shifted(logits, labels, **arguments)
 
 
-def ahead(*labels: int) -> Loss:
+def ahead(*steps: int) -> Loss:
     """Return the sum of the losses of tokens this many positions ahead, as in models with several heads."""
-    return lambda *x: torch.stack([shifted(*x, label=label) for label in labels]).sum()
+    return lambda logits, labels: torch.stack([shifted(logits, labels, label=step) for step in steps]).sum()
 
 
 def padded(ignored: int) -> Loss:

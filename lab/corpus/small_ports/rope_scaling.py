@@ -65,18 +65,20 @@ def ramp(factor: float = 4.0) -> Tensor:
 
 # One kind of scaling in place of another, with the same factor and original length, in a decoder.
 
+# The reference's kind, the port's, what the message says, and the port's factor.
+FOR_ANOTHER: tuple[tuple[Any, Any, str, float], ...] = (
+    (yarn, llama3, "Llama 3's scaling by 8", 8.0),
+    (llama3, yarn, "YaRN's scaling by 8", 8.0),
+    (ntk, linear, "base 10000 that are all divided by 8", 8.0),
+    (linear, ntk, "enlarged for longer sequences by 8 (NTK)", 8.0),
+    (llama3, linear, "divides all by 8", 8.0),
+    (linear, linear, "divides all by 2", 2.0),
+)
 IN_A_DECODER = tuple(
     decoder(f"decoder_with_{right.__name__}", seq=48, loss=False, frequency=partial(right, dim=16)).wrong(
-        "rope-scaling", phrase, name=f"{port.__name__} for {right.__name__}", frequency=partial(port, dim=16, **changes)
+        "rope-scaling", phrase, name=f"{port.__name__} for {right.__name__}", frequency=partial(port, factor, dim=16)
     )
-    for right, port, phrase, changes in (
-        (yarn, llama3, "Llama 3's scaling by 8", {}),
-        (llama3, yarn, "YaRN's scaling by 8", {}),
-        (ntk, linear, "base 10000 that are all divided by 8", {}),
-        (linear, ntk, "enlarged for longer sequences by 8 (NTK)", {}),
-        (llama3, linear, "divides all by 8", {}),
-        (linear, linear, "divides all by 2", dict(factor=2.0)),
-    )
+    for right, port, phrase, factor in FOR_ANOTHER
 )
 
 # YaRN written out on both sides, and TE's attention, which is given the angles.

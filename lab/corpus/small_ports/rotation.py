@@ -184,7 +184,8 @@ WIDTH, HEAD = 64, 32
 class RotatedWithBiases(nn.Module):
     def __init__(self, linear: Any, of_keys: bool = True) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.of_keys = *(linear(WIDTH, WIDTH) for _ in range(3)), of_keys
+        self.q, self.k, self.v = (linear(WIDTH, WIDTH) for _ in range(3))
+        self.of_keys = of_keys
         frequencies = 10_000.0 ** (-torch.arange(0, HEAD, 2) / HEAD)
         self.angles = torch.outer(torch.arange(32), frequencies).repeat(1, 2)
 
