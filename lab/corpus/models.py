@@ -734,11 +734,11 @@ HOSTS: Mapping[str, Settings] = {
 LAYERS = {"llama": 4, "granite": 2, "gemma": 2, "gpt": 2}
 
 
-def port(host: str, mistake: Mistake | None) -> Case:
-    """Return a host's pair as a case, with or without a mistake in its port."""
+def port(host: str, mistake: Mistake | None, layers: int | None = None) -> Case:
+    """Return a host's pair as a case, with or without a mistake in its port, and with another number of layers."""
 
     def factory(te: ModuleType) -> Pair:
-        reference, candidate = modules(te, host, mistake)
+        reference, candidate = modules(te, host, mistake, layers)
         theirs = names_in_port([name for name, _ in reference.named_parameters()], candidate)
         weights: dict[Side, Side] = {right: name for name, right in theirs.items()}
         return Pair(reference=reference, candidate=candidate, weights=weights, inputs=_inputs(host))
@@ -755,11 +755,14 @@ def names_in_port(names: Sequence[str], candidate: nn.Module) -> dict[str, str]:
     return {inside[name] if inside[name] in theirs else name: name for name in names}
 
 
-def modules(te: ModuleType, host: str, mistake: Mistake | None) -> tuple[nn.Module, nn.Module]:
+def modules(
+    te: ModuleType, host: str, mistake: Mistake | None, layers: int | None = None
+) -> tuple[nn.Module, nn.Module]:
     """Return a host's reference and its port."""
     settings = HOSTS[host]
     if host in LAYERS:
-        return Model(settings, LAYERS[host]), TEModel(te, settings, mistake, LAYERS[host])
+        layers = layers or LAYERS[host]
+        return Model(settings, layers), TEModel(te, settings, mistake, layers)
     if host == "loss":
         return Loss(settings), TELoss(te, settings, mistake)
     if host == "experts":

@@ -1,4 +1,4 @@
-"""Rotary embeddings are recognised by what they do to channels, however they are written."""
+"""Rotary embeddings, and the scaling of their frequencies, are recognised however they are written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lab.corpus.small_ports.rope_scaling import llama3, plain, ramp
+from parity.mistakes.rope_scaling import scaling_of
 from parity.mistakes.rotation import rotations
 from parity.trace.calls import tracing
 
@@ -135,3 +137,17 @@ def test_frequencies_that_nothing_holds_are_read_off_the_angles():
     for one in both:
         positions, frequencies = one.phases
         torch.testing.assert_close(positions[:, None] * frequencies, 0.3 * angles(24))
+
+
+@pytest.mark.parametrize(("frequencies", "factor"), [(plain() / 3, 3.0), (llama3(), 8.0), (ramp(), 4.0)])
+def test_how_frequencies_are_scaled_is_recognised(frequencies, factor):
+    scaling = scaling_of(frequencies)
+    assert scaling is not None
+    assert scaling.base == BASE
+    assert scaling.factor == pytest.approx(factor)
+    torch.testing.assert_close(scaling.frequencies, frequencies, rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("frequencies", [plain(), plain(500_000.0), torch.rand(16, dtype=torch.float64) + 0.1])
+def test_frequencies_of_a_base_and_any_others_are_not_scaled(frequencies):
+    assert scaling_of(frequencies) is None

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from fakes import errors, tensor
-from ports import decoders
 from torch import Tensor, nn
 
 import parity
-from lab.corpus.decoder import HIDDEN, Options
+from lab.corpus.decoder import HIDDEN, decoder
 from parity import comparison
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.weight_maps import Mapped, weight_hypotheses
@@ -68,10 +67,11 @@ def test_what_comes_after_the_budget_is_left_in_the_iterator():
 
 
 def test_a_machine_a_thousand_times_as_slow_finds_the_same(monkeypatch):
-    scaled = Options(embedding=math.sqrt(HIDDEN), layers=1)
-    here = decoders(scaled, "fp8_current", embedding=float(HIDDEN))
+    scaled = decoder("decoder", embedding=math.sqrt(HIDDEN)).case(embedding=float(HIDDEN))
+    (here,) = parity.compare(scaled, ["fp8_current"])
     slow(monkeypatch, 1000.0)
-    assert decoders(scaled, "fp8_current", embedding=float(HIDDEN)).findings == here.findings
+    (there,) = parity.compare(scaled, ["fp8_current"])
+    assert there.findings == here.findings
 
 
 def test_what_one_share_of_a_budget_does_not_last_for_is_left_for_another():

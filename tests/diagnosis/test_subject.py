@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import compared, normal, tells, twins
 from torch import Tensor, nn
 
 import parity
-from lab.corpus.decoder import HEADS, VOCABULARY, LanguageModel, Options
-from parity.case.case import Rng
+from lab.corpus.decoder import HEADS, decoder
+from lab.corpus.small import Host, normal, twins
 from parity.mistakes import codes
 from parity.mistakes.codes import CODES, NEEDS, UNEXPLAINED, finding
 from parity.passes.nominal_clock import OutOfTime
@@ -76,29 +75,16 @@ class Trained(nn.Module):
         return F.linear(x, weight - self.rate * gradient)
 
 
-def decoder(wrong: float, precision: str) -> parity.Result:
-    def made(linear: Any, norm: Any, factor: float) -> nn.Module:
-        return LanguageModel(linear, lambda width: norm(width, eps=1e-5), Options(embedding=factor))
-
-    return compared(
-        lambda: made(nn.Linear, nn.RMSNorm, 1.0),
-        lambda te: made(te.Linear, te.RMSNorm, wrong),
-        lambda rng: rng.integers(2, 16, high=VOCABULARY),
-        precision,
-    )
-
-
 ANY = {"nothing", "gradients"}
 OF_A_DECODER = {"attention", "rotations", "norms", "lookups", "labels", "few outputs"}
-MODELS: dict[str, tuple[Callable[[], parity.Result], set[str]]] = {
-    "plain": (lambda: twins(Wave, dict(wave=0.3), normal((32, 64))), ANY),
-    "in FP8": (lambda: twins(Wave, dict(wave=0.9), normal((32, 64)), "fp8_current"), ANY | {"FP8"}),
-    "experts": (
-        lambda: twins(Routed, dict(factor=0.7), normal((32, 64)), "fp32"),
-        ANY | {"gated units", "experts", "FP32"},
-    ),
-    "trained": (lambda: twins(Trained, dict(rate=9.0), normal((32, 64))), ANY | {"an optimizer"}),
-    "decoder": (lambda: decoder(2.0, "bf16"), ANY | OF_A_DECODER),
+X = normal((32, 64))
+WAVE = twins(Wave, X)
+MODELS = {
+    "plain": (WAVE.case(wave=0.3), "bf16", ANY),
+    "in FP8": (WAVE.case(wave=0.9), "fp8_current", ANY | {"FP8"}),
+    "experts": (twins(Routed, X).case(factor=0.7), "fp32", ANY | {"gated units", "experts", "FP32"}),
+    "trained": (twins(Trained, X).case(rate=9.0), "bf16", ANY | {"an optimizer"}),
+    "decoder": (decoder("decoder").case(embedding=2.0), "bf16", ANY | OF_A_DECODER),
 }
 
 
@@ -107,8 +93,8 @@ def test_no_finding_is_told_of_what_a_model_lacks(model, monkeypatch):
     monkeypatch.setattr(
         explanation, "own_recipe_findings", lambda failure: [finding(title, "something is wrong") for title in CODES]
     )
-    compare, needs = MODELS[model]
-    result = compare()
+    case, precision, needs = MODELS[model]
+    (result,) = parity.compare(case, [precision])
     assert result.status == "failed", result.reason
     assert {one.title for one in result.findings} == {title for title, need in NEEDS.items() if need in needs}
 
@@ -123,7 +109,7 @@ def test_no_mistake_is_tried_in_a_model_that_lacks_its_subject(monkeypatch):
         return tried(failure, known, *rest)
 
     monkeypatch.setattr(explanation, "explanations", watched)
-    twins(Wave, dict(wave=0.3), normal((32, 64)))
+    parity.compare(WAVE.case(wave=0.3), ["bf16"])
     assert seen
     assert {NEEDS[title] for title in seen} <= ANY
 
@@ -185,11 +171,13 @@ class Marked(nn.Module):
 
 @pytest.mark.parametrize("attends", [False, True])
 def test_tokens_are_masked_only_if_attention_leaves_them_out(attends):
-    result = compared(
+    marked = Host(
+        "marked",
         lambda: Marked(None, attends),
         lambda te: Marked(te, attends, 0.5),
         lambda rng: (rng.normal(4, 24, 64), rng.uniform(4, 24) < 0.4),
     )
+    (result,) = parity.compare(marked.case(), ["bf16"])
     assert result.status == "failed"
     assert "hidden-rows" not in [one.title for one in result.findings]
 
@@ -214,14 +202,7 @@ class Spoilt(nn.Module):
         return torch.where(kept[..., None].bool(), y, wrong)
 
 
-def packed(rng: Rng) -> Tensor:
-    return rng.normal(96, 64)
-
-
-def batched(rng: Rng) -> Tensor:
-    return rng.normal(4, 24, 64)
-
-
+PACKED, BATCHED = normal((96, 64)), normal((4, 24, 64))
 ROWS, BATCH = torch.zeros(96, dtype=torch.bool), torch.zeros(4, 24, dtype=torch.bool)
 for first, last in ((3, 5), (40, 75)):
     ROWS[first : last + 1] = True
@@ -231,15 +212,17 @@ BATCH[0, 20:], BATCH[2, 3:7] = True, True
 @pytest.mark.parametrize(
     ("inputs", "rows", "phrase"),
     [
-        (packed, ROWS, "The error is in rows 3 to 5, 40 to 75 (39 of 96; the others are right)"),
-        (batched, BATCH, "in positions 20 to 23 of row 0, 3 to 6 of row 2 of the batch (the other 88 of 96 are right)"),
-        (batched, (slice(None), 7), "The error is in positions 7 (1 of 24; the others are right)"),
-        (packed, slice(None), "The error is in each of its 96 rows and each of its 64 columns"),
+        (PACKED, ROWS, "The error is in rows 3 to 5, 40 to 75 (39 of 96; the others are right)"),
+        (BATCHED, BATCH, "in positions 20 to 23 of row 0, 3 to 6 of row 2 of the batch (the other 88 of 96 are right)"),
+        (BATCHED, (slice(None), 7), "The error is in positions 7 (1 of 24; the others are right)"),
+        (PACKED, slice(None), "The error is in each of its 96 rows and each of its 64 columns"),
     ],
 )
 def test_an_unexplained_error_says_which_rows_are_right(inputs, rows, phrase, monkeypatch):
     monkeypatch.setattr(explanation, "explanations", lambda *_, **__: [])
-    tells(twins(Spoilt, dict(rows=rows), inputs, probe=False), "unexplained", phrase)
+    (result,) = parity.compare(twins(Spoilt, inputs, probe=False).case(rows=rows), ["bf16"])
+    assert result.findings[0].title == "unexplained"
+    assert phrase in result.findings[0].message
 
 
 # A part of the search that raises, or that ends it.
@@ -251,7 +234,7 @@ def failure() -> Failure:
     found: list[Failure] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(explanation, "explain", lambda failure, *_: (found.append(failure), ((), ()))[1])
-        twins(Wave, dict(wave=0.3), normal((32, 64)))
+        parity.compare(WAVE.case(wave=0.3), ["bf16"])
     return found[0]
 
 

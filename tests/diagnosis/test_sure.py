@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.small import normal, twins
 from parity.judge import directions
 from parity.mistakes import activations, attention, attention_mistakes
 from parity.mistakes.alternatives import is_written
@@ -25,7 +26,6 @@ from parity.search.search import _find_rivals, is_unusual
 from parity.trace.calls import Misfit
 from parity.trainings.step_verdicts import multiple_moved
 from parity.trainings.why_steps import gradients_explained, guesses_of_any_step
-from tests.diagnosis.ports import compared, normal
 
 WIDTH = 64
 
@@ -49,13 +49,13 @@ def of_gradient(factor: Tensor, precision: str) -> str:
 
 
 def said(call: Callable[..., Any], precision: str) -> str:
-    result = compared(
-        lambda: nn.Linear(WIDTH, WIDTH, bias=False),
-        lambda te: te.Linear(WIDTH, WIDTH, bias=False),
+    host = twins(
+        lambda linear: linear(WIDTH, WIDTH, bias=False),
         normal((WIDTH, WIDTH)),
-        precision,
-        call_candidate=call,
+        "linear",
+        options=dict(call_candidate=call),
     )
+    (result,) = parity.compare(host.case(), [precision])
     assert not result.passed
     return " ".join(one.message for one in result.findings if one.sure)
 
@@ -212,7 +212,7 @@ def test_gradients_alone_are_blamed_only_if_outputs_passed(beyond, passed, monke
     monkeypatch.setattr("parity.search.explanation.partly_scaled_findings", noted)
 
     class Unit(nn.Module):
-        def __init__(self, linear: Any, own: bool) -> None:
+        def __init__(self, linear: Any, own: bool = False) -> None:
             super().__init__()
             self.up, self.own = linear(WIDTH, 2 * WIDTH, bias=False), own
 
@@ -221,11 +221,10 @@ def test_gradients_alone_are_blamed_only_if_outputs_passed(beyond, passed, monke
             gate, up = y.chunk(2, -1)
             return OwnSwiGLU.apply(y, beyond) if self.own else F.silu(gate) * up  # type: ignore[no-any-return]
 
-    result = compared(lambda: Unit(nn.Linear, False), lambda te: Unit(te.Linear, True), normal((32, WIDTH)), "bf16")
+    (result,) = parity.compare(twins(Unit, normal((32, WIDTH))).case(own=True), ["bf16"])
     outputs = [one for one in result.tensors if one.kind == "output" or one.probed]
     assert all(one.passed for one in outputs) == passed
     assert bool(tried) == passed
-    assert isinstance(result, parity.Result)
 
 
 # What two mistakes explain equally well is told as two.

@@ -3,110 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from ports import compared
-from torch import Tensor, nn
 
+import parity
+from lab.corpus.models import Mistake, port
 from parity.mistakes.hypothesis import Hypothesis, together
 from parity.search.screen import Effects
 from parity.trace.trace import Changed, Edit
 
-VOCABULARY, WIDTH, HEADS, GROUPS, HEAD_DIM, FFN = 96, 64, 4, 2, 16, 128
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
-
-
-@dataclass(frozen=True)
-class Options:
-    layers: int = 1
-    base: float = 1e4
-    activation: str = "silu"
-    causal: bool = True
-    scale: float = 1.0
-    eps: float = 1e-6
-    rotated: bool = True
-    interleaved: bool = False
-    swapped: bool = False
-    repeated: bool = False
-    residual: bool = True
-    embedding: float = 2.0
-    logits: float = 1.0
-
-
-def rotated(x: Tensor, base: float, interleaved: bool) -> Tensor:
-    angles = torch.arange(x.shape[-2]).double()[:, None] * base ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-
-
-class Layer(nn.Module):
-    def __init__(self, linear: Any, norm: Any, options: Options) -> None:
-        super().__init__()
-        self.options = options
-        self.norm1, self.norm2 = norm(WIDTH, eps=options.eps), norm(WIDTH, eps=options.eps)
-        self.q, self.k, self.v = (linear(WIDTH, n * HEAD_DIM, bias=False) for n in (HEADS, GROUPS, GROUPS))
-        self.out, self.down = linear(WIDTH, WIDTH, bias=False), linear(FFN, WIDTH, bias=False)
-        self.gate, self.up = linear(WIDTH, FFN, bias=False), linear(WIDTH, FFN, bias=False)
-
-    def attention(self, x: Tensor) -> Tensor:
-        o = self.options
-        q, k, v = (layer(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        if o.rotated:
-            q, k = (rotated(y, o.base, o.interleaved) for y in (q, k))
-        times = HEADS // GROUPS
-        k, v = (y.repeat(1, times, 1, 1) if o.repeated else y.repeat_interleave(times, 1) for y in (k, v))
-        context = F.scaled_dot_product_attention(q, k, v, is_causal=o.causal, scale=o.scale / math.sqrt(HEAD_DIM))
-        return self.out(context.transpose(1, 2).flatten(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        gate, up = self.gate(self.norm2(x)), self.up(self.norm2(x))
-        gate, up = (up, gate) if self.options.swapped else (gate, up)
-        y = self.down(ACTIVATIONS[self.options.activation](gate) * up)
-        return x + y if self.options.residual else y
-
-
-class Model(nn.Module):
-    def __init__(self, linear: Any, norm: Any, options: Options) -> None:
-        super().__init__()
-        self.options = options
-        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), linear(WIDTH, VOCABULARY, bias=False)
-        self.layers = nn.ModuleList(Layer(linear, norm, options) for _ in range(options.layers))
-        self.norm = norm(WIDTH, eps=options.eps)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) * self.options.embedding
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x)) * self.options.logits
+NOT_ROTATED = dict(rotates_queries=False, rotates_keys=False)
 
 
 @pytest.mark.parametrize(
     ("layers", "precision", "mistakes", "told"),
     [
-        (1, "fp32", dict(causal=False, scale=4.0), {"mask", "softmax-scale"}),
-        (1, "fp32", dict(base=1e6, activation="gelu"), {"rope-base", "activation"}),
-        (2, "bf16", dict(causal=False, repeated=True), {"mask", "gqa-head-order"}),
-        (2, "bf16", dict(rotated=False, swapped=True), {"rope-missing", "gate-up-swapped"}),
-        (2, "bf16", dict(residual=False, interleaved=True), {"residual-placement", "rope-layout"}),
-        (1, "fp32", dict(interleaved=True, logits=0.5), {"rope-layout", "output-scale"}),
+        (1, "fp32", dict(causal=False, scaled_by=1.0), {"mask", "softmax-scale"}),
+        (1, "fp32", dict(base=1e6, activation="geglu"), {"rope-base", "activation"}),
+        (2, "bf16", dict(causal=False, groups_interleaved=True), {"mask", "gqa-head-order"}),
+        (2, "bf16", dict(gate_last=True, **NOT_ROTATED), {"rope-missing", "gate-up-swapped"}),
+        (2, "bf16", dict(residual_from_norm=True, interleaved=True), {"residual-placement", "rope-layout"}),
+        (1, "fp32", dict(interleaved=True, logits_divided=2.0), {"rope-layout", "output-scale"}),
     ],
 )
 def test_both_mistakes_are_told(layers, precision, mistakes, told):
-    result = compared(
-        lambda: Model(nn.Linear, nn.RMSNorm, Options(layers)),
-        lambda te: Model(te.Linear, te.RMSNorm, replace(Options(layers), **mistakes)),
-        lambda rng: rng.integers(2, 16, high=VOCABULARY),
-        precision,
-    )
-    assert {finding.title for finding in result.findings} >= told
+    (result,) = parity.compare(port("llama", Mistake(mistakes), layers), [precision])
+    assert {finding.title for finding in result.findings} >= told, result.findings
 
 
 # How changes are combined, and how the likeliest pairs are found.
@@ -141,14 +65,23 @@ def named(name: str, **options: Any) -> Hypothesis:
     return Hypothesis("operation", name, "", **options)
 
 
-def test_the_likeliest_pair_is_the_one_whose_effects_add_up_to_the_error():
-    effects = {named(str(i)): torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(20)}
-    known = list(effects)
-    error = effects[known[3]] + effects[known[11]]
-    seen = Effects.of([error])
-    for one, effect in effects.items():
+@pytest.mark.parametrize(
+    ("in_error", "alone", "found"),
+    [
+        ((1.0, 1.0), (1.0, 1.0), "as_they_are"),
+        ((0.2, -3.0), (1.0, 1.0), "by_multiples"),  # effects need not have the sizes that they have alone
+        ((1e4, 10.0), (1e4, 20.0), "by_multiples"),  # nor be of like size
+    ],
+)
+def test_the_likeliest_pair_is_the_one_whose_effects_add_up_to_the_error(in_error, alone, found):
+    known = [named(str(i)) for i in range(20)]
+    effects = [torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(20)]
+    seen = Effects.of([in_error[0] * effects[3] + in_error[1] * effects[11]])
+    effects[3], effects[11] = alone[0] * effects[3], alone[1] * effects[11]
+    for one, effect in zip(known, effects, strict=True):
         seen.note(one, [effect])
-    assert seen.likely_pairs(known, 4, lambda one, other: True).as_they_are[0] == (known[3], known[11])
+    pairs = getattr(seen.likely_pairs(known, 4, lambda one, other: True), found)
+    assert pairs[0] == (known[3], known[11])
 
 
 def test_large_tensors_are_known_by_a_sample_that_is_not_of_one_column():
@@ -160,25 +93,6 @@ def test_large_tensors_are_known_by_a_sample_that_is_not_of_one_column():
         seen.note(one, [effect])
     pairs = seen.likely_pairs(list(seen.known), 4, lambda one, other: True)
     assert pairs.as_they_are[0] == (by_column, by_row)
-
-
-def test_effects_need_not_have_the_sizes_that_they_have_alone():
-    effects = {named(str(i)): torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(20)}
-    known = list(effects)
-    seen = Effects.of([0.2 * effects[known[3]] - 3.0 * effects[known[11]]])
-    for one, effect in effects.items():
-        seen.note(one, [effect])
-    assert seen.likely_pairs(known, 4, lambda one, other: True).by_multiples[0] == (known[3], known[11])
-
-
-def test_a_small_effect_beside_a_large_one_is_known():
-    effects = {named(str(i)): torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(20)}
-    known = list(effects)
-    large, small = 1e4 * effects[known[3]], 10.0 * effects[known[11]]
-    seen = Effects.of([large + small])
-    for one, effect in {**effects, known[3]: large, known[11]: 2.0 * small}.items():
-        seen.note(one, [effect])
-    assert seen.likely_pairs(known, 4, lambda one, other: True).by_multiples[0] == (known[3], known[11])
 
 
 def test_a_mistake_with_another_constant_is_no_other_pair():
