@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ OF_HEADS = (
     OF_LOG_PROBABILITIES.wrong("labels-shifted", name="labels shifted", loss=of()),
     OF_TWO.wrong("labels-shifted", name="labels not shifted", loss=ahead(0, 1)),
     MEAN.wrong("labels-shifted", loss=across_rows),
-    TWO_AHEAD.wrong("labels-shifted", name="across_rows", loss=lambda *x: across_rows(*x, further=2)),
+    TWO_AHEAD.wrong("labels-shifted", name="across_rows", loss=partial(across_rows, further=2)),
     MEAN.wrong("z-loss", loss=z_loss),
 )  # fmt: skip
 

@@ -60,9 +60,10 @@ OF_STD = layer_norm("written_layer_norm_that_divides_by_std", True, True)
 class Head(nn.Module):
     """A norm, which may be applied more than once, and a linear layer."""
 
-    def __init__(self, linear: Any, norm: Callable[..., nn.Module], times: int = 1) -> None:
+    def __init__(self, linear: Any, norm: Callable[..., Any], times: int = 1) -> None:
         super().__init__()
-        self.norm, self.head = norm(WIDTH), linear(WIDTH, 96, bias=False)
+        self.norm: Any = norm(WIDTH)
+        self.head = linear(WIDTH, 96, bias=False)
         nn.init.normal_(self.norm.weight, 1.0, 0.3)
         self.times = times
 
