@@ -55,14 +55,15 @@ def main() -> None:
         **{f"`parity/{name}/`": _python(f"parity/{name}") for name in WINGS},
         "`parity/`, all": _python("parity"),
         "`te_on_cpu/`": _python("te_on_cpu"),
-        "`lab/`": _python("lab"),
+        "`lab/corpus/`, which tests share": _python("lab/corpus"),
+        "`lab/`, all": _python("lab"),
         "tests": _python("tests"),
     }
     product = parts["`parity/`, all"]
     sys.path.insert(0, str(ROOT))  # grimp finds this checkout's package, even if another one is installed
     graph = grimp.build_graph("parity", exclude_type_checking_imports=True)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    fragments, functions = _count_fragments([*product, *parts["`lab/`"]])
+    fragments, functions = _count_fragments([*product, *parts["`lab/`, all"]])
     private = [name for file in product for name in _list_private_functions(file)]
     one_word = sum("_" not in name[1:] for name in private)
     rows = [(f"files, lines, tokens of {name}", _describe_size(files)) for name, files in parts.items()]
