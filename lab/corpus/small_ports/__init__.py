@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lab.corpus.port import Port
-from lab.corpus.small_ports import modulation, rounding
+from lab.corpus.small_ports import masks, modulation, rounding
 
 BY_SUBJECT: Mapping[str, tuple[Port, ...]] = {
+    "masks": masks.PORTS,
     "modulation": modulation.PORTS,
     "rounding": rounding.PORTS,
 }
