@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lab.corpus.port import Port
-from lab.corpus.small_ports import masks, modulation, rounding
+from lab.corpus.small_ports import masks, modulation, padding, rounding
 
 BY_SUBJECT: Mapping[str, tuple[Port, ...]] = {
     "masks": masks.PORTS,
     "modulation": modulation.PORTS,
+    "padding": padding.PORTS,
     "rounding": rounding.PORTS,
 }
