@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def against_te(
     )
 
 
-UNMASKED = dict(attn_mask_type="no_mask")
+UNMASKED: Mapping[str, Any] = dict(attn_mask_type="no_mask")
 ONE = against_te("causal", Reference, CAUSAL)
 MASKS_FIRST = against_te("mask_before_scale", Reference, CAUSAL, True)
 BOTH_SIDES = against_te("window_to_both_sides", Reference, BAND, window_size=(4, 4), **UNMASKED)
