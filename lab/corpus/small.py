@@ -36,7 +36,8 @@ class Host:
         inputs: draws the inputs of both.
         settings: those of the reference, and of the port but for its mistake.
         weights: the weight map.
-        options: the other arguments of ``parity.Pair``, such as ``call_candidate``.
+        options: the other arguments of ``parity.Pair``, such as ``call_candidate``, or a function of the port's
+            settings that returns them.
         probe: the case's ``probe``.
         precisions: the precisions at which it runs; None for all.
     """
@@ -47,7 +48,7 @@ class Host:
     inputs: Callable[[Rng], Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     weights: Weights = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] | Callable[..., Mapping[str, Any]] = field(default_factory=dict)
     probe: Any = True
     precisions: tuple[str, ...] | None = None
 
@@ -55,11 +56,10 @@ class Host:
         """Return the pair with these settings changed in its port, or with another weight map."""
 
         def factory(te: ModuleType) -> Pair:
-            reference = self.reference(**self.settings)
-            candidate = self.port(te, **{**self.settings, **changes})
-            return Pair(
-                reference, candidate, self.inputs, _map_weights(weights or self.weights, reference), **self.options
-            )
+            settings = {**self.settings, **changes}
+            reference, candidate = self.reference(**self.settings), self.port(te, **settings)
+            options = self.options(**settings) if callable(self.options) else self.options
+            return Pair(reference, candidate, self.inputs, _map_weights(weights or self.weights, reference), **options)
 
         return Case(self.name, factory, sizes=({},), probe=self.probe, precisions=self.precisions, path=Path(__file__))
 
