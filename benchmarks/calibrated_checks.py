@@ -25,7 +25,7 @@ from parity.numerics.errors import measure
 from parity.numerics.freedom import FUSED, UNFUSED
 from parity.passes.all_passes import golden_truths, model_tensors, run_candidate
 from parity.passes.prepare import forget, prepare
-from parity.passes.refusals import answerable
+from parity.passes.refusals import judgeable_golden
 from parity.te import Kernels, Precision
 
 Check = Callable[[Case, CheckedSize, Precision, Kernels], object]
@@ -36,7 +36,7 @@ def fixed(case: Case, checked: CheckedSize, precision: Precision, kernels: Kerne
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
     model = model_tensors(prepared, precision.rounding, FUSED)
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
-    for key, truth in answerable(golden_truths(prepared), [model]).items():
+    for key, truth in judgeable_golden(golden_truths(prepared), [model]).items():
         measure(candidate[key], truth.exact, precision.dtype)
         measure(model[key], truth.exact, precision.dtype)
 
@@ -46,7 +46,7 @@ def calibrated(case: Case, checked: CheckedSize, precision: Precision, kernels: 
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
     models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
-    judge(answerable(golden_truths(prepared), models), models, candidate, precision, packaged(), ())
+    judge(judgeable_golden(golden_truths(prepared), models), models, candidate, precision, packaged(), ())
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from parity import reading
-from parity.reading import NotReadableError
+from parity import data_files
+from parity.data_files import NotReadableError
 from parity.user_error import UserError
 
 # Fields that differ between any two runs, because they were measured on the machine and not computed.
@@ -146,7 +146,7 @@ def _read(file: Path) -> dict[str, Values]:
     Raises:
         UserError: if a line is damaged, because the rest of the record might only seem to be the same.
     """
-    found = reading.lines(file, _run)
+    found = data_files.lines(file, _run)
     if found.left_out:
         number, reason = found.left_out[0].number, found.left_out[0].reason
         raise UserError(f"{file} is not a record: line {number}: {reason}")

@@ -16,7 +16,7 @@ from torch import nn
 from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
 from parity.judge import pictures
-from parity.judge.candidate import TeModules, by_recalling, repeat, told
+from parity.judge.candidate import TeModules, by_recalling, finding_of_recalled, repeat
 from parity.judge.directions import Direction, directions
 from parity.judge.judge import (
     NONE_DRAWN,
@@ -34,7 +34,7 @@ from parity.judge.pictures import log_prob_outputs, pictured
 from parity.judge.request import CandidateRun, OnProgress, Request, ignore_progress, run_again
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.mistakes.codes import finding
-from parity.numerics.errors import Truth
+from parity.numerics.errors import GoldenTensor
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
 from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
 from parity.numerics.plain import plain_calls
@@ -57,8 +57,8 @@ from parity.passes.refusals import (
     LOOKS_UP_ELSE,
     LOSES_ALL,
     WITHIN,
-    answerable,
     gradients_missed,
+    judgeable_golden,
     left_unproven,
     proves_nothing,
     remarks,
@@ -448,17 +448,17 @@ def _judge_tensors(comparison: Comparison) -> None:
 
 def _judge_by(
     comparison: Comparison,
-    truths: Mapping[tuple[Kind, str], Truth],
+    truths: Mapping[tuple[Kind, str], GoldenTensor],
     modelled: Sequence[Tensors],
     drawn: Drawn = NONE_DRAWN,
-    leaning: Sequence[Tensors] = (),
+    biased_runs: Sequence[Tensors] = (),
 ) -> tuple[TensorResult, ...]:
     """Return the verdicts on every tensor by these runs of the rounding model."""
     request, tensors = comparison.request, comparison.candidate.tensors
     modelled = _add_sums(modelled, comparison.candidate.summed)
-    golden = answerable(truths, modelled, tensors)
+    golden = judgeable_golden(truths, modelled, tensors)
     limits = request.precision, request.calibration, comparison.known
-    return gradients_of(request.case, judge(golden, modelled, tensors, *limits, drawn, leaning))
+    return gradients_of(request.case, judge(golden, modelled, tensors, *limits, drawn, biased_runs))
 
 
 def _provisional_failure(comparison: Comparison) -> Result:
@@ -494,7 +494,7 @@ def _rejudge_tensors(comparison: Comparison, judge_by: Callable[..., tuple[Tenso
         alike = judge_by(models)
     on_plain_kernels, judge_again = alike, judge_by
     if request.other_kernels and not all(tensor.passed for tensor in alike):
-        judge_again = partial(judge_by, leaning=leaning_runs(prepared, rounding, port))
+        judge_again = partial(judge_by, biased_runs=leaning_runs(prepared, rounding, port))
         alike = judge_again(models)
     by_kernels = remark(on_plain_kernels, alike, as_kernels_lean(rounding))
     noisy = noisy_sums(rounding) if request.other_kernels else ()
@@ -547,7 +547,7 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     compared = tensors, candidate.tensors, prepared.reference, not_compared
     yield from remarks(*compared, precision.dtype, precision.recipe, log_probs)
     golden = golden_tensors(prepared)
-    yield from pictures.told(log_probs, candidate.tensors, golden, models)
+    yield from pictures.describe_pictures(log_probs, candidate.tensors, golden, models)
     if prepared.evaluation:
         yield from pictures.first_wrong_told(tensors, candidate.tensors, golden, models)
     if prepared.probed and not any(kind == PROBED for kind, _ in candidate.tensors):
@@ -572,7 +572,7 @@ def _search_for_cause(comparison: Comparison, seconds: float) -> Result:
 
     request, prepared, candidate = comparison.request, comparison.prepared, comparison.candidate
     result, models = comparison.result, comparison.models
-    truths = answerable(golden_truths(prepared), models, candidate.tensors)
+    truths = judgeable_golden(golden_truths(prepared), models, candidate.tensors)
     limits = request.precision, request.calibration, comparison.known
     by_average = judge(truths, models, candidate.tensors, *limits, by_average=True)
     to_explain, is_by_average = _to_explain(comparison.tensors, gradients_of(request.case, by_average))
@@ -589,7 +589,7 @@ def _search_for_cause(comparison: Comparison, seconds: float) -> Result:
         outputs_passed=all(one.passed for one in comparison.tensors if one.kind == "output" or one.probed),
     )
     if _passes_alone(comparison):
-        remembered = told(candidate.recalled, "it returns something other than a new module does")
+        remembered = finding_of_recalled(candidate.recalled, "it returns something other than a new module does")
         return replace(result, findings=(*candidate.recomputed, remembered))
     missed = gradients_missed(candidate.unreached, prepared.weights, prepared.golden.weight_gradients)
     with warnings.catch_warnings():
@@ -623,7 +623,7 @@ def _passes_alone(comparison: Comparison) -> bool:
         alone = run_again(request, prepared, alone=True)
     except Exception:  # says nothing about its calls; the search for a cause runs it as well
         return False
-    golden = answerable(golden_truths(prepared), comparison.models, alone)
+    golden = judgeable_golden(golden_truths(prepared), comparison.models, alone)
     limits = request.precision, request.calibration, comparison.known
     return all(tensor.passed for tensor in judge(golden, comparison.models, alone, *limits))
 

@@ -33,7 +33,7 @@ DEPENDS = {
     "reports/versions.md": ("../pyproject.toml", "../constraints.txt"),
     "reports/te-matrix.md": KERNELS,
     "reports/nvidia_tests.md": (*KERNELS, "../lab/nvidia_tests"),
-    "reports/torture.md": ("machine", "plugin", "reading.py", "report"),
+    "reports/torture.md": ("machine", "plugin", "data_files.py", "report"),
     "reports/calibration*.md": (*VERDICT, "measuring/calibration.py", "measuring/right_ports.py", "measuring/hosts"),
     "reports/false_alarms*.md": (*VERDICT, "measuring/right_ports.py", "measuring/hosts"),
     "reports/zoo*.md": (*CAUSE, "../lab/zoo", "../lab/corpus", "measuring/hosts"),

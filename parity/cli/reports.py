@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parity import reading, shown
+from parity import data_files, shown
 from parity.case import registry
 from parity.machine import files
 from parity.plugin.options import check_file, parse_backend
@@ -76,7 +76,7 @@ def compare(file: Path, older: Path, output: Path | None) -> bool:
 def _read_record(file: Path) -> Record:
     """Return the record, and print which of its lines are damaged."""
     run = record.read(file)
-    for sentence in reading.told(file, run.left_out):
+    for sentence in data_files.warnings_for(file, run.left_out):
         print(f"parity: {shown.line(sentence)}", file=sys.stderr)
     return run
 

@@ -97,16 +97,16 @@ def by_recalling(recalled: Recalled, tensors: Sequence[TensorResult]) -> tuple[F
     for name, one in recalled.before.items():
         other = recalled.after.get(name)
         if other is None or other.shape != one.shape:
-            return (told(recalled, f"it does not return {name} as before"),)
+            return (finding_of_recalled(recalled, f"it does not return {name} as before"),)
         apart = torch.linalg.vector_norm((other.double() - one.double()).nan_to_num())
         size = torch.linalg.vector_norm(one.double().nan_to_num())
         if name in tolerance and apart > 2 * tolerance[name] * size:
             moved = f"{(apart / size).item():.2g} of its norm" if size else f"{apart.item():.2g}"
-            return (told(recalled, f"its {name} changes by {moved}"),)
+            return (finding_of_recalled(recalled, f"its {name} changes by {moved}"),)
     return ()
 
 
-def told(recalled: Recalled, evidence: str) -> Finding:
+def finding_of_recalled(recalled: Recalled, evidence: str) -> Finding:
     """Return the finding that the candidate keeps state between calls, with the evidence for it."""
     where = f" in {', '.join(recalled.changed)}" if recalled.changed else ""
     return repairable(

@@ -16,8 +16,8 @@ from parity.judge.statistics import coefficient, has_enough
 from parity.mistakes import activations, attention_mistakes, mixture, norms, optimizers, rope
 from parity.mistakes.codes import finding
 from parity.mistakes.hypothesis import Hypothesis
-from parity.mistakes.under import outputs_under
-from parity.numerics.errors import Summed, difference, in_fp32
+from parity.mistakes.replay import outputs_with
+from parity.numerics.errors import CachedTensor, difference, in_fp32
 from parity.passes.prepare import Prepared, calls_of, size_in_bytes
 from parity.result import Check, Finding, TensorResult
 from parity.trace.trace import Trace
@@ -60,7 +60,7 @@ class Direction:
     """
 
     mistake: Hypothesis
-    changes: Mapping[str, Summed]
+    changes: Mapping[str, CachedTensor]
 
 
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
@@ -82,7 +82,7 @@ def _find_directions(prepared: Prepared) -> Iterator[Direction]:
     norms = {name: torch.linalg.vector_norm(golden).item() for name, golden in judged.items()}
     for mistake in subtle_hypotheses(prepared, calls.trace):
         with calls.products.reused():
-            outputs = outputs_under(prepared, (mistake,), torch.float64)
+            outputs = outputs_with(prepared, (mistake,), torch.float64)
         if outputs is None:
             continue
         changes = {name: in_fp32(outputs[name] - golden) for name, golden in judged.items()}
@@ -91,7 +91,7 @@ def _find_directions(prepared: Prepared) -> Iterator[Direction]:
             yield Direction(mistake, changes)
 
 
-def share_of(change: Summed, computed: Tensor, golden: Tensor) -> float:
+def share_of(change: CachedTensor, computed: Tensor, golden: Tensor) -> float:
     """Return how much of a mistake's change the error of a computation contains.
 
     Args:
@@ -99,7 +99,7 @@ def share_of(change: Summed, computed: Tensor, golden: Tensor) -> float:
         computed: the output.
         golden: the output in FP64.
     """
-    return coefficient(Summed(difference(computed, golden).to(change.values.dtype)), change)
+    return coefficient(CachedTensor(difference(computed, golden).to(change.values.dtype)), change)
 
 
 def found_by_filter(

@@ -22,7 +22,7 @@ from parity.case.validate import CheckedSize
 from parity.judge.limits import Table
 from parity.judge.statistics import Statistic, allowance, least_error, resemblance, scatters, slices_scatter, statistics
 from parity.mistakes.codes import UNEXPLAINED, finding
-from parity.numerics.errors import Deviations, Summed, Truth, Truths
+from parity.numerics.errors import CachedTensor, Deviations, GoldenTensor, GoldenTensors
 from parity.passes.all_passes import Tensors, model_numbers, returned_dtype
 from parity.passes.one_pass import Pass, selecting
 from parity.passes.prepare import Prepared
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
 
 
 # A kernel may lean in some products and not in others, and somewhat more than its model does.
-_MOST = 1.25
+_MOST_OF_CHANGE = 1.25
 # Such kernels did not make an error that contains more than this many times the change.
-_TOO_MUCH = 2.0
+_NOT_THE_CHANGE = 2.0
 # The model may be off by this share of the change in each element: instructions may add fewer products at a time, or
 # promote sums at other lengths.
-_UNSURE = 0.25
+_UNSURE_OF_CHANGE = 0.25
 # Fewer elements tell neither whether kernels lean nor the change from the model's own error.
 _FEWEST_ELEMENTS = 32
 # A kernel leans in a whole product. So unless some tensor contains much of the change, tensors contain it only by
 # chance, for example because a mistake happens to lean the same way. If only one of several successive products leans,
 # this share of the change is left.
-_EVIDENCE = 0.3
+_SHOWS_BIAS = 0.3
 # Granting less than this share of the expected error is as good as granting nothing.
-_NOTHING = 0.05
+_WORTH_ALLOWING = 0.05
 
 
 @dataclass(frozen=True)
-class Granted:
+class Allowance:
     """The part of one tensor's error that is granted to kernels that lean.
 
     Attributes:
@@ -76,16 +76,16 @@ class Granted:
     coefficient: float
     norm: float
     max_abs: float
-    left: Summed
-    models: tuple[Summed, Summed]
+    left: CachedTensor
+    models: tuple[CachedTensor, CachedTensor]
 
     @property
     def is_evidence(self) -> bool:
         """Return whether kernels that lean are the likely cause."""
-        return self.coefficient >= _EVIDENCE and self.left.values.numel() >= _FEWEST_ELEMENTS
+        return self.coefficient >= _SHOWS_BIAS and self.left.values.numel() >= _FEWEST_ELEMENTS
 
 
-def grant(error: Summed, base: Summed, kernels: Sequence[Summed]) -> Granted | None:
+def allow_for_kernels(error: CachedTensor, base: CachedTensor, kernels: Sequence[CachedTensor]) -> Allowance | None:
     """Return the part of an error that the best of several kinds of leaning kernels explains.
 
     Args:
@@ -103,25 +103,25 @@ def grant(error: Summed, base: Summed, kernels: Sequence[Summed]) -> Granted | N
     return min(told, key=lambda one: one.left.norm, default=None)
 
 
-def _granted_share(index: int, error: Summed, base: Summed, kernel: Summed) -> Granted | None:
+def _granted_share(index: int, error: CachedTensor, base: CachedTensor, kernel: CachedTensor) -> Allowance | None:
     dtype = torch.promote_types(error.values.dtype, kernel.values.dtype)
     change = kernel.values.to(dtype) - base.values
     norm = torch.linalg.vector_norm(change).item()
     if norm == 0.0 or not math.isfinite(norm):
         return None
     contained = _estimate_change_share(error.values.to(dtype), base.values.to(dtype), change)
-    if not 0.0 < contained <= _TOO_MUCH or contained * norm <= _NOTHING * base.norm:
+    if not 0.0 < contained <= _NOT_THE_CHANGE or contained * norm <= _WORTH_ALLOWING * base.norm:
         return None
-    coefficient = min(contained, _MOST)
+    coefficient = min(contained, _MOST_OF_CHANGE)
     change *= coefficient
     # If only some of several products lean, their share is known, but not which ones they are. Each is a coin toss with
     # this standard deviation.
-    unsure = max(_UNSURE, math.sqrt(max(1.0 - coefficient, 0.0) / coefficient)) * change
-    left = Summed(error.values - change)
+    unsure = max(_UNSURE_OF_CHANGE, math.sqrt(max(1.0 - coefficient, 0.0) / coefficient)) * change
+    left = CachedTensor(error.values - change)
     if left.norm >= error.norm:
         return None
-    models = Summed(base.values + unsure), Summed(base.values - unsure)
-    return Granted(index, coefficient, coefficient * norm, change.abs().max().item(), left, models)
+    models = CachedTensor(base.values + unsure), CachedTensor(base.values - unsure)
+    return Allowance(index, coefficient, coefficient * norm, change.abs().max().item(), left, models)
 
 
 def _estimate_change_share(error: Tensor, base: Tensor, change: Tensor) -> float:
@@ -163,14 +163,14 @@ NONE_DRAWN = Drawn()
 
 
 def judge(
-    golden: Truths,
+    golden: GoldenTensors,
     models: Sequence[Tensors],
     candidate: Tensors,
     precision: Precision,
     table: Table,
     known: Sequence[Direction],
     drawn: Drawn = NONE_DRAWN,
-    leaning: Sequence[Tensors] = (),
+    biased_runs: Sequence[Tensors] = (),
     by_average: bool = False,
 ) -> tuple[TensorResult, ...]:
     """Return the verdict on every tensor.
@@ -188,7 +188,7 @@ def judge(
             look follows, since two models may be lucky in a slice that a few roundings decide.
     """
     floors = _compute_error_floors(golden, models)
-    granted = _collect_grants(golden, candidate, models[0], leaning) if leaning else {}
+    granted = _collect_grants(golden, candidate, models[0], biased_runs) if biased_runs else {}
     return tuple(
         _judge_tensor(
             key, golden, models, candidate, precision, table, known, floors, drawn, granted.get(key), by_average
@@ -197,7 +197,7 @@ def judge(
     )
 
 
-def _compute_error_floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
+def _compute_error_floors(golden: GoldenTensors, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
     """Return, for each gradient that is 0 but for rounding, the largest root mean square error expected in the others.
 
     If terms cancel, as in the gradient of a bias before a softmax or of queries that see one key, only their rounding
@@ -219,7 +219,7 @@ def _compute_error_floors(golden: Truths, models: Sequence[Tensors]) -> dict[tup
 
 def observe(
     key: tuple[Kind, str],
-    golden: Truths,
+    golden: GoldenTensors,
     models: Sequence[Tensors],
     candidate: Tensors,
     dtype: torch.dtype,
@@ -257,7 +257,7 @@ def _estimate_term_error(kind: Kind, precision: Precision, least: float) -> floa
 
 def _compute_deviations(
     key: tuple[Kind, str],
-    golden: Truths,
+    golden: GoldenTensors,
     candidate: Tensors,
     models: Sequence[Tensors],
     floors: Mapping[tuple[Kind, str], float],
@@ -273,15 +273,15 @@ def _compute_deviations(
     for error in of_drawn:
         error.is_drawn, error.leans = True, leans
     if key in floors:
-        found.errors.append(Summed(torch.full_like(found.golden.values, floors[key])))
+        found.errors.append(CachedTensor(torch.full_like(found.golden.values, floors[key])))
     return found
 
 
 def _compute_statistics(
     key: tuple[Kind, str],
-    error: Summed,
-    model_errors: Sequence[Summed],
-    truth: Summed,
+    error: CachedTensor,
+    model_errors: Sequence[CachedTensor],
+    truth: CachedTensor,
     least: float,
     known: Sequence[Direction],
     terms: float,
@@ -298,7 +298,7 @@ def _compute_statistics(
     return found
 
 
-def summed_terms(kind: Kind, tensor: Tensor, golden: Truths) -> int:
+def summed_terms(kind: Kind, tensor: Tensor, golden: GoldenTensors) -> int:
     """Return about how many terms one element sums: all tokens for a parameter's gradient, else a row's width."""
     if kind != "weight gradient":
         return tensor.shape[-1] if tensor.dim() else 1
@@ -308,7 +308,7 @@ def summed_terms(kind: Kind, tensor: Tensor, golden: Truths) -> int:
 
 def _judge_tensor(
     key: tuple[Kind, str],
-    golden: Truths,
+    golden: GoldenTensors,
     models: Sequence[Tensors],
     candidate: Tensors,
     precision: Precision,
@@ -316,7 +316,7 @@ def _judge_tensor(
     known: Sequence[Direction],
     floors: Mapping[tuple[Kind, str], float],
     drawn: Drawn,
-    granted: Granted | None,
+    granted: Allowance | None,
     by_average: bool,
 ) -> TensorResult:
     kind, name = key
@@ -354,19 +354,19 @@ def _judge_tensor(
 
 
 def _collect_grants(
-    golden: Truths, candidate: Tensors, base: Tensors, leaning: Sequence[Tensors]
-) -> dict[tuple[Kind, str], Granted]:
+    golden: GoldenTensors, candidate: Tensors, base: Tensors, biased_runs: Sequence[Tensors]
+) -> dict[tuple[Kind, str], Allowance]:
     """Return each tensor's allowance for kernels that lean; empty if no tensor gives evidence of such kernels."""
     found = {}
     for key, truth in golden.items():
-        error, first, *others = truth.deviations([tensors[key] for tensors in (candidate, base, *leaning)]).errors
-        one = grant(error, first, others)
+        error, first, *others = truth.deviations([tensors[key] for tensors in (candidate, base, *biased_runs)]).errors
+        one = allow_for_kernels(error, first, others)
         if one is not None:
             found[key] = one
     return found if any(one.is_evidence for one in found.values()) else {}
 
 
-def _find_expected_error(error: Summed, model_errors: Sequence[Summed]) -> int:
+def _find_expected_error(error: CachedTensor, model_errors: Sequence[CachedTensor]) -> int:
     """Return the index of the expected error: the largest finite one, since a faithful port may compute like any model.
 
     If the candidate overflows, it is the error of a model that overflows there, too, if there is one.
@@ -390,7 +390,7 @@ def _find_expected_error(error: Summed, model_errors: Sequence[Summed]) -> int:
 _KINDS: tuple[Kind, ...] = ("output", "input gradient", "weight gradient", "probed output")
 MOST_PICTURES = 4  # in a comparison that failed
 # Messages name at most this many outputs.
-_FEW = 3
+_MOST_NAMED = 3
 # The parts of the case and size that were compared last.
 _LATEST: dict[tuple[Case, CheckedSize], list[Case]] = {}
 
@@ -436,7 +436,7 @@ def gradients_of(case: Case, tensors: Sequence[TensorResult]) -> tuple[TensorRes
     """Return the verdicts, with the names of the differentiated outputs added to those on a part's gradients."""
     if not case.outputs:
         return tuple(tensors)
-    of = ", ".join(case.outputs) if len(case.outputs) <= _FEW else "the other outputs"
+    of = ", ".join(case.outputs) if len(case.outputs) <= _MOST_NAMED else "the other outputs"
     return tuple(dataclasses.replace(x, of=of) if x.kind.endswith("gradient") else x for x in tensors)
 
 
@@ -571,7 +571,7 @@ def _compute_number_margin(
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
     models = [_as_output(x) for x in modelled or [one]]
-    truths = {key: Truth(x) for key, x in _as_output(one).items()}
+    truths = {key: GoldenTensor(x) for key, x in _as_output(one).items()}
     (result,) = judge(truths, models, _as_output(other), precision, table, ())
     return result.margin
 

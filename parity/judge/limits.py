@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from parity import reading
-from parity.reading import NotReadableError
+from parity import data_files
+from parity.data_files import NotReadableError
 from parity.user_error import UserError
 
 # How often a run may raise a false alarm: all limits follow from this.
@@ -228,9 +228,9 @@ def load(file: Path) -> Table:
     """
     if not file.exists():
         raise UserError(f"there is no calibration table {file}; make one with: parity calibrate --out {file}")
-    data = reading.bytes_of(file, "the calibration table")
+    data = data_files.bytes_of(file, "the calibration table")
     try:
-        loaded = reading.parsed(data, _table_of)
+        loaded = data_files.parsed(data, _table_of)
     except NotReadableError as error:
         raise UserError(f"{file} is not a calibration table: {error}; make one with: parity calibrate") from None
     for key, law in loaded.laws.items():

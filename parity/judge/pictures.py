@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parity.judge.judge import worth_a_picture
 from parity.mistakes.losses import returned_log_probs
-from parity.numerics.errors import Deviations, Summed, Truth, Truths, norm_of
+from parity.numerics.errors import CachedTensor, Deviations, GoldenTensor, GoldenTensors, norm_of
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared, calls_of, size_in_bytes
 from parity.result import Histogram, Picture, Profile, TensorResult
@@ -26,7 +26,7 @@ _CHUNK = 2**20  # elements whose logarithms are in memory at once
 
 
 def pictured(
-    tensors: Sequence[TensorResult], golden: Truths, candidate: Tensors, models: Sequence[Tensors]
+    tensors: Sequence[TensorResult], golden: GoldenTensors, candidate: Tensors, models: Sequence[Tensors]
 ) -> tuple[TensorResult, ...]:
     """Return the verdicts, with a picture for the worst of them.
 
@@ -47,7 +47,7 @@ def pictured(
 
 
 def _make_picture(
-    truth: Truth, tensor: TensorResult, candidate: Tensors, models: Sequence[Tensors], parts: int
+    truth: GoldenTensor, tensor: TensorResult, candidate: Tensors, models: Sequence[Tensors], parts: int
 ) -> Picture | None:
     """Return a tensor's picture; None if there is no error of any kind."""
     deviations: Deviations = truth.deviations([candidate[tensor.key], *(model[tensor.key] for model in models)])
@@ -68,18 +68,20 @@ def _make_picture(
     )
 
 
-def _zero_non_finite(error: Summed) -> Summed:
+def _zero_non_finite(error: CachedTensor) -> CachedTensor:
     """Return an error with 0 for elements that are not finite, since these have no size."""
-    return error if error.is_finite else Summed(error.values.nan_to_num(0.0, 0.0, 0.0))
+    return error if error.is_finite else CachedTensor(error.values.nan_to_num(0.0, 0.0, 0.0))
 
 
-def _make_profile(axis: int, error: Summed, expected: Summed, spoiled: Tensor | None, parts: int) -> Profile:
+def _make_profile(
+    axis: int, error: CachedTensor, expected: CachedTensor, spoiled: Tensor | None, parts: int
+) -> Profile:
     length = error.values.shape[axis]
     span = math.ceil(length / parts)
     others = tuple(dim for dim in range(error.values.dim()) if dim != axis)
     elements = error.values.numel() // length
 
-    def sizes(one: Summed) -> tuple[float, ...]:
+    def sizes(one: CachedTensor) -> tuple[float, ...]:
         squares = one.squares_over(others) if others else one.squares
         means = (_sum_parts(squares, span) / (elements * _sum_parts(torch.ones_like(squares), span))).sqrt()
         return tuple(map(_round_to_three_digits, means.tolist()))
@@ -246,7 +248,9 @@ def _has_one_sign(x: Tensor) -> bool:
     return bool((x < _ROUNDING).all()) or bool((x > -_ROUNDING).all())
 
 
-def told(names: Sequence[str], candidate: Tensors, golden: Tensors, models: Sequence[Tensors]) -> Iterator[str]:
+def describe_pictures(
+    names: Sequence[str], candidate: Tensors, golden: Tensors, models: Sequence[Tensors]
+) -> Iterator[str]:
     """Yield a sentence for each output of log-probabilities.
 
     The ratio of probabilities is the reference's over the candidate's, as a trainer's over its engine's. KL is the

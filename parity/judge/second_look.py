@@ -14,8 +14,8 @@ from parity.judge.directions import PRESENT, Direction, found_by_filter, share_o
 from parity.judge.judge import NONE_DRAWN, Drawn
 from parity.judge.statistics import SMALLEST_SLICE, is_lost
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED, Freedom, Kinks, Port
-from parity.numerics.kernel_choices import leaning
+from parity.numerics.freedom import FUSED, Freedom, KinkSides, Port
+from parity.numerics.kernel_choices import biased_kernels
 from parity.passes.all_passes import Tensors, golden_tensors, run_model
 from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import Prepared, cast, cast_module
@@ -142,7 +142,7 @@ def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[T
 def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
     """Return the model's runs as the first kind of kernels, one for each way in which kernels may lean."""
     first = port.freedoms[0]
-    freedoms = (dataclasses.replace(first, kernels=(name,)) for name in leaning(rounding))
+    freedoms = (dataclasses.replace(first, kernels=(name,)) for name in biased_kernels(rounding))
     return [run_model(prepared, rounding, freedom) for freedom in freedoms]
 
 
@@ -197,14 +197,14 @@ def _are_few_numbers(tensor: TensorResult) -> bool:
     return not tensor.kind.endswith("gradient") and tensor.numel < SMALLEST_SLICE
 
 
-def _plan_looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[Kinks | None, Freedom]]:
+def _plan_looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[KinkSides | None, Freedom]]:
     yield from ((kinks, both[1]) for kinks in kinks_moved(prepared))
     yield from ((None, freedom) for freedom in _jitter_freedoms(both, range(LOOKS)))
 
 
-def kinks_moved(prepared: Prepared) -> list[Kinks]:
+def kinks_moved(prepared: Prepared) -> list[KinkSides]:
     """Return the kinks with nearby values moved above them, and with those moved below; empty if there are no kinks."""
-    exact = Kinks()
+    exact = KinkSides()
     run_model(prepared, Rounding(torch.float32), FUSED, exact)
     return exact.on_both_sides()
 

@@ -15,7 +15,7 @@ from scipy import special
 from torch import Tensor
 
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
-from parity.numerics.errors import Summed, norm_of, over_rows
+from parity.numerics.errors import CachedTensor, norm_of, over_rows
 from parity.result import TensorResult
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def has_enough(output: Tensor) -> bool:
     return output.numel() >= _FEWEST_ELEMENTS
 
 
-def has_component(direction: Summed) -> bool:
+def has_component(direction: CachedTensor) -> bool:
     """Return whether errors can be regressed on a direction."""
     return has_enough(direction.values) and direction.norm != 0.0
 
@@ -61,7 +61,12 @@ class Component:
     """
 
     def __init__(
-        self, error: Summed, model_errors: Sequence[Summed], direction: Summed, golden: Summed, expected_norm: float
+        self,
+        error: CachedTensor,
+        model_errors: Sequence[CachedTensor],
+        direction: CachedTensor,
+        golden: CachedTensor,
+        expected_norm: float,
     ) -> None:
         product = error.dot(direction)
         self._drawn = [model for model in model_errors if model.is_drawn and model.leans]
@@ -202,7 +207,7 @@ _MANY_TIMES = 4
 _DEVIATIONS = -float(special.ndtri(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN))
 
 
-def scatters(drawn: Sequence[Summed]) -> bool:
+def scatters(drawn: Sequence[CachedTensor]) -> bool:
     """Return whether a few roundings decide how large an error is, such as those of a saturated softmax's scores.
 
     The norm of many independent roundings hardly scatters: that of 32 scatters by an eighth of itself. Few roundings
@@ -218,7 +223,7 @@ def scatters(drawn: Sequence[Summed]) -> bool:
     return _rows_scatter(drawn) or _count_independent_roundings(drawn) < few
 
 
-def slices_scatter(drawn: Sequence[Summed]) -> bool:
+def slices_scatter(drawn: Sequence[CachedTensor]) -> bool:
     """Return whether a few roundings decide an error's size in a slice across one dimension.
 
     An example is a column whose rows agree.
@@ -238,7 +243,7 @@ def slices_scatter(drawn: Sequence[Summed]) -> bool:
     )
 
 
-def _count_independent_roundings(drawn: Sequence[Summed]) -> float:
+def _count_independent_roundings(drawn: Sequence[CachedTensor]) -> float:
     """Return how many independent roundings would make the squared norm scatter as it does.
 
     The sum of n squared roundings has mean n and variance ``2 n``. The runs of the two kinds of kernels alternate, and
@@ -249,7 +254,7 @@ def _count_independent_roundings(drawn: Sequence[Summed]) -> float:
     return float(2.0 * np.mean(squares) ** 2 / variance) if variance > 0.0 else math.inf
 
 
-def _rows_scatter(drawn: Sequence[Summed]) -> bool:
+def _rows_scatter(drawn: Sequence[CachedTensor]) -> bool:
     """Return whether a row's norm, or the whole tensor's if rows are short, is far above its median in some run."""
     shape = drawn[0].values.shape
     sums = [torch.tensor([error.total]) for error in drawn]
@@ -264,7 +269,7 @@ def _exceeds_median(sums: Sequence[Tensor]) -> bool:
     return bool((squares.amax(0) > _SCATTERS**2 * squares.median(0).values).any())
 
 
-def allowance(golden: Summed, model_errors: Sequence[Summed], limit: float) -> float:
+def allowance(golden: CachedTensor, model_errors: Sequence[CachedTensor], limit: float) -> float:
     """Return the factor by which the error of a gradient that is lost to rounding may exceed its limits by chance.
 
     Among the drawn runs the norms of such errors scatter by factors, those of others by a few hundredths. Their
@@ -373,9 +378,9 @@ def least_error(dtype: torch.dtype, summed_terms: int) -> float:
 
 
 def statistics(
-    error: Summed,
-    model_errors: Sequence[Summed],
-    golden: Summed,
+    error: CachedTensor,
+    model_errors: Sequence[CachedTensor],
+    golden: CachedTensor,
     least: float,
     of_parameter: bool = False,
     terms: float = 0.0,
@@ -448,7 +453,7 @@ def _describe_place(flat: int, shape: torch.Size) -> str:
     return ", ".join(str(index) for index in np.unravel_index(flat, shape))
 
 
-def _compare_largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Statistic:
+def _compare_largest(error: CachedTensor, model_errors: Sequence[CachedTensor], least: float) -> Statistic:
     shape = error.values.shape
     value = _compute_ratio(error.max_abs, max(*(model.max_abs for model in model_errors), least))
     row = int(error.largest_in_rows.argmax())
@@ -457,7 +462,7 @@ def _compare_largest(error: Summed, model_errors: Sequence[Summed], least: float
     return Statistic("largest", value / _compute_chance_factor(error.values.numel()), f"element {place}")
 
 
-def _compare_shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
+def _compare_shift(error: CachedTensor, model_errors: Sequence[CachedTensor], total: float) -> float:
     """Return the ratio of the norms of the sums over rows.
 
     For independent errors, the square of such a norm is that of the whole error.
@@ -474,7 +479,7 @@ def _compute_chance_factor(count: Count) -> Count:
     return 1.0 + _BY_CHANCE / count**0.5
 
 
-def _count_independent_errors(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:
+def _count_independent_errors(model_errors: Sequence[CachedTensor], dims: tuple[int, ...], count: int) -> Tensor:
     """Return how many independent errors of one size would make each slice's norm scatter as the models' errors do.
 
     A few elements make up most of the error if they make up most of the values, as in a softmax. The variance of a sum
@@ -497,7 +502,7 @@ def _even_powers(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return second, powers.square_().sum(dims)
 
 
-def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
+def _chance_of_norm(model_errors: Sequence[CachedTensor], count: int) -> float:
     """Return ``_compute_chance_factor``; for few elements, such as a loss, no more than many runs leave to chance.
 
     The model's error in one number may happen to be tiny, which ``_compute_chance_factor`` allows for. The largest
@@ -514,7 +519,7 @@ def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
     return min(usual, _beyond_largest(totals).item())
 
 
-def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Tensor:
+def _chance_by_runs(model_errors: Sequence[CachedTensor], dims: tuple[int, ...]) -> Tensor:
     """Return the factor by which the norm of each slice may exceed the largest of the drawn runs' by chance.
 
     One rounding may move a whole slice, as that of a query which sees many keys alike moves a row of the queries'
@@ -560,14 +565,14 @@ def _compute_ratios(errors: Tensor, expected: Tensor) -> Tensor:
 
 # Directions whose components are at least this share of the largest cannot be told apart by size, so the coefficient
 # decides.
-_SAME = 0.9
+_ALIKE_IN_SIZE = 0.9
 
 
 def resemblance(
     output: str,
-    error: Summed,
-    model_errors: Sequence[Summed],
-    golden: Summed,
+    error: CachedTensor,
+    model_errors: Sequence[CachedTensor],
+    golden: CachedTensor,
     expected_norm: float,
     known: Sequence[Direction],
 ) -> Statistic | None:
@@ -586,11 +591,11 @@ def resemblance(
     components.sort(key=lambda entry: entry[0].at_most, reverse=True)
     largest, judged = 0.0, []
     for component, direction in components:
-        if component.at_most < _SAME * largest:
+        if component.at_most < _ALIKE_IN_SIZE * largest:
             break
         largest = max(largest, abs(component.value))
         judged.append((component.value, direction))
-    close = [entry for entry in judged if abs(entry[0]) >= _SAME * largest]
+    close = [entry for entry in judged if abs(entry[0]) >= _ALIKE_IN_SIZE * largest]
     value, likeliest = min(close, key=lambda entry: abs(coefficient(error, entry[1].changes[output]) - 1.0))
     share = coefficient(error, likeliest.changes[output])
     return Statistic("mistake", largest_of(len(along), value), likeliest.mistake.name, share)
@@ -610,6 +615,6 @@ def largest_of(count: int, value: float) -> float:
     return math.copysign(-float(special.ndtri_exp(likely)) if likely < math.log(0.5) else 0.0, value)
 
 
-def coefficient(error: Summed, change: Summed) -> float:
+def coefficient(error: CachedTensor, change: CachedTensor) -> float:
     """Return how much of the change the error contains: near 1 if the mistake was made, near 0 if it was not."""
     return error.dot(change) / change.total

@@ -122,7 +122,7 @@ def make_table(
             raise UserError(f"{why}; add more pairs, or remove those whose errors scatter this much")
     for precision in {key[0] for key in strays}:
         of_precision = [each for key, each in strays.items() if key[0] == precision]
-        provenance[precision] = {**provenance[precision], "accepted": told(of_precision)}
+        provenance[precision] = {**provenance[precision], "accepted": describe_strays(of_precision)}
     made = Table(kept | fitted, provenance)
     for line in summary(made, precisions):
         print(line)
@@ -339,7 +339,7 @@ def _fit_law(key: Key, group: Sequence[Sample]) -> Law:
 
 
 # How many limits and pairs a message names at most.
-_MOST = 3
+_MOST_NAMED = 3
 
 
 def refusal(strays: Mapping[Key, Difference], samples: Sequence[Sample], laws: Mapping[Key, Law], output: Path) -> str:
@@ -357,7 +357,7 @@ def refusal(strays: Mapping[Key, Difference], samples: Sequence[Sample], laws: M
         for pair, (key, tensor, value) in _find_farthest_values(strays, samples).items()
     ]
     kept = "it stays as it is" if output.exists() else "it is not written"
-    which, worst = few_of(limits, _MOST), few_of(pairs, _MOST)
+    which, worst = few_of(limits, _MOST_NAMED), few_of(pairs, _MOST_NAMED)
     return (
         f"{len(strays)} of {plural(len(laws), 'limit')} would lie far outside of the packaged ones: {which}"
         f"; farthest off {'is' if len(pairs) == 1 else 'are'} {worst}; a wrong port would look the same, "
@@ -367,7 +367,7 @@ def refusal(strays: Mapping[Key, Difference], samples: Sequence[Sample], laws: M
     )
 
 
-def told(strays: Sequence[Difference]) -> str:
+def describe_strays(strays: Sequence[Difference]) -> str:
     """Say, for the table itself, which limits of one precision were accepted though far outside, the widest first."""
     worst = strays[0]
     return (

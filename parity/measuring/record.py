@@ -25,11 +25,11 @@ import torch
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 from torch import Tensor
 
-from parity import reading, shown
+from parity import data_files, shown
+from parity.data_files import LeftOut, NotReadableError, read_toml
 from parity.machine import files
 from parity.machine.process import processes
 from parity.progress import followed
-from parity.reading import LeftOut, NotReadableError, read_toml
 from parity.report.environment import cpu_model, gpu_name, made_by
 
 # A number that a record keeps with four digits, and NaN as null.
@@ -93,7 +93,7 @@ class Campaign(Generic[Job, Result]):
             UserError: if another process is running jobs of this record.
         """
         every = list(dict.fromkeys(jobs))
-        for sentence in reading.told(self._path, damaged(self._path)):
+        for sentence in data_files.warnings_for(self._path, damaged(self._path)):
             print(f"{shown.line(sentence)}: this line is left out, and its result is computed again", file=sys.stderr)
         with files.claimed(self._path):
             finished = self.finished(every)
@@ -357,8 +357,8 @@ def _read_entries(path: Path) -> Iterator[_Entry]:
             yield _Entry(key_of(content["run"]), content["result"], code, found.raw[number - 1].decode())
 
 
-def _read_lines(path: Path) -> reading.Lines[dict[str, Any]]:
-    return reading.lines(path, _line_of)
+def _read_lines(path: Path) -> data_files.Lines[dict[str, Any]]:
+    return data_files.lines(path, _line_of)
 
 
 def _line_of(content: Any) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from parity.mistakes.hypothesis import (
     Mistake,
     Row,
     Scope,
+    at_each_scope,
     each_place,
-    everywhere_and_somewhere,
-    having,
     more_like_it,
     titled,
     to_be_bounded,
+    with_attributes,
 )
 from parity.mistakes.usual_numbers import USUAL
 from parity.trace.trace import (
@@ -169,7 +169,7 @@ def gated_units(trace: Trace) -> list[GatedUnit]:
 def activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's activations and gated units."""
     found, units = activations(trace), gated_units(trace)
-    yield from everywhere_and_somewhere(_others(found), found)
+    yield from at_each_scope(_others(found), found)
     by_name = grouped(found, lambda one: one.name)
     for name, alike in by_name.items() if len(by_name) > 1 else ():
         if len(alike) > 1:
@@ -181,12 +181,12 @@ def activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     if 1 < len(found) <= MOST_PLACES:
         for place, one in zip(each_place([one.call.module for one in found]), found, strict=True):
             yield from _made_with([one], "one", f" in {place}")
-    yield from everywhere_and_somewhere(_unit_mistakes(units), units, lambda one: one.call.module)
+    yield from at_each_scope(_unit_mistakes(units), units, lambda one: one.call.module)
 
 
 def _made_with(some: list[Activation], scope: Scope, where: str) -> Iterator[Hypothesis]:
     """Yield the mistakes made with some of the reference's activations; messages name only those."""
-    for one in everywhere_and_somewhere(_others(some), some):
+    for one in at_each_scope(_others(some), some):
         yield replace(one, name=one.name + where, repair=one.repair + where, scope=scope)
 
 
@@ -200,7 +200,7 @@ def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
             "activation",
             f"activation {name}",
             f"give TE the reference's activation, {right}; it computes {name}",
-            having(name=name),
+            with_attributes(name=name),
             subtle=name in GELUS and all(one.name in GELUS for one in found),
             value=USUAL.leaky_slope if name == "leaky relu" else None,
             tuned=tunable(_leaky) if name == "leaky relu" else None,
@@ -240,7 +240,9 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
             f"gated unit {computed}",
             f"give TE's gated unit the reference's limit, alpha and offset ({right}); it computes {computed}",
             # Units with an activation that is not made of a sigmoid are never clamped.
-            having(lambda unit: unit.activation in by_sigmoid, activation=activation, limit=limit, offset=offset),
+            with_attributes(
+                lambda unit: unit.activation in by_sigmoid, activation=activation, limit=limit, offset=offset
+            ),
             subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units}
             and limit in (math.inf, *USUAL.gate_limits),
         )
@@ -436,8 +438,10 @@ def biases(trace: Trace) -> list[Bias]:
 def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's biases."""
     mistakes: list[Mistake[Bias]] = [
-        Mistake("bias-dropped", "bias missing", "add the bias; the port leaves it out", having(times=0.0)),
-        Mistake("bias-added-twice", "bias twice", "add the bias once; the port adds it twice", having(times=2.0)),
+        Mistake("bias-dropped", "bias missing", "add the bias; the port leaves it out", with_attributes(times=0.0)),
+        Mistake(
+            "bias-added-twice", "bias twice", "add the bias once; the port adds it twice", with_attributes(times=2.0)
+        ),
     ]
     for third, part in enumerate(("first", "second", "last")):
         name = f"{part} third of the bias missing"
@@ -445,7 +449,7 @@ def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         left_out = lambda one, third=third: one.without_third(trace, third)  # noqa: E731
         mistakes.append(Mistake("bias-dropped", name, repair, left_out))
     alike = lambda one: (unnumbered(one.name),)  # noqa: E731
-    yield from everywhere_and_somewhere(mistakes, biases(trace), lambda one: one.name, alike)
+    yield from at_each_scope(mistakes, biases(trace), lambda one: one.name, alike)
 
 
 # Mistakes in clamps. OLMo's ``clip_qkv`` clamps queries, keys and values at both ends; gpt-oss clamps its gates only
@@ -476,7 +480,7 @@ def clamp_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         limit, both = right
         another = partial(_clamped_otherwise, right, both)
         known = another(math.inf), _clamped_otherwise(right, not both, limit)
-        yield from everywhere_and_somewhere(chain(known, numbers(another, [limit])), alike)
+        yield from at_each_scope(chain(known, numbers(another, [limit])), alike)
 
 
 def _clamp(trace: Trace, call: Call) -> Clamp | None:
@@ -500,4 +504,4 @@ def _clamped_otherwise(right: tuple[float, bool], both: bool, limit: float) -> M
     if math.isfinite(limit):
         name, what = f"clamp {ends(limit, both)}", f"they are clamped {ends(limit, both)}"
     repair = f"clamp activations {ends(*right)}, as the reference does; {what}"
-    return Mistake("operation", name, repair, having(limit=limit, both=both))
+    return Mistake("operation", name, repair, with_attributes(limit=limit, both=both))

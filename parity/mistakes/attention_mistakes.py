@@ -33,12 +33,12 @@ from parity.mistakes.hypothesis import (
     Mistake,
     ModuleCall,
     Row,
-    everywhere_and_somewhere,
-    having,
+    at_each_scope,
     more_like_it,
     on_tensors,
     titled,
     to_be_bounded,
+    with_attributes,
     within,
 )
 from parity.mistakes.masks import band_instead, hiding_too, mask_mistakes, seen_in
@@ -74,9 +74,9 @@ def attention_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     for some in alike if len(alike) > 1 else ():
         where = f" in {', '.join(one.call.module for one in some)}" if len(some) <= MOST_PLACES else " in some layers"
         mistakes: Iterator[Mistake[Attention]] = mask_mistakes(traced_bias(trace, some[0]))
-        yield from everywhere_and_somewhere(mistakes, some, where=where)
+        yield from at_each_scope(mistakes, some, where=where)
     if len(alike) == 2:
-        yield from everywhere_and_somewhere(_masks_of_others(trace, *alike), found, lambda one: one.call.module)
+        yield from at_each_scope(_masks_of_others(trace, *alike), found, lambda one: one.call.module)
     first = found[0]  # the others are assumed to have the same sizes
     query, key, value = heads_of(trace, first)
     mistakes = chain(
@@ -87,7 +87,7 @@ def attention_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         _softmax(first),
         chain(_heads(query, key, value), head_count_mistakes(query, key, value)) if query.dim() == 4 else (),
     )
-    yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module)
+    yield from at_each_scope(mistakes, found, lambda one: one.call.module)
 
 
 def softmax_scale_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -95,7 +95,7 @@ def softmax_scale_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     found = attentions(trace)
     if found:
         query, _, value = heads_of(trace, found[0])
-        yield from everywhere_and_somewhere(_scales(found[0], query, value), found, lambda one: one.call.module)
+        yield from at_each_scope(_scales(found[0], query, value), found, lambda one: one.call.module)
 
 
 def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attention]]:
@@ -153,7 +153,7 @@ def _hidden_scores() -> Iterator[Mistake[Attention]]:
         f"keep scores far above {_TES_HIDDEN_SCORE:g}, which TE's unfused attention gives to hidden keys (normalise "
         "queries and keys, or take a fused backend, in 16 bits): here, some queries' other scores are lower, so they "
         "see hidden keys",
-        having(hidden_score=_TES_HIDDEN_SCORE),
+        with_attributes(hidden_score=_TES_HIDDEN_SCORE),
     )
 
 
@@ -204,24 +204,24 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
     if math.isfinite(attention.softcap):
         late = f"capped after it, hidden keys have the score {-attention.softcap:g} and are seen"
         repair = f"cap the scores before the mask hides keys; {late}"
-        yield Mistake("softcap", "softcap after the mask", repair, having(hidden_score=-attention.softcap))
+        yield Mistake("softcap", "softcap after the mask", repair, with_attributes(hidden_score=-attention.softcap))
     if attention.sinks is None:
         repair = 'give TE softmax_type="vanilla"; the softmax of the port has one more term in the denominator'
-        yield Mistake("softmax-sink", "softmax with a sink", repair, having(sink="zero"))
+        yield Mistake("softmax-sink", "softmax with a sink", repair, with_attributes(sink="zero"))
         return
     repair = 'give TE softmax_type="learnable" and map the sinks to its softmax_offset'
     other_heads = "give each head its own sink; the port has them in the reverse order of heads"
     sinks: dict[str, Row[Attention]] = {
-        "sinks missing": (f"{repair}; its softmax has no sinks", having(sink="none")),
-        "sinks in reverse": (other_heads, having(sink="reversed")),
-        "sinks of score 0": (f"{repair}; its sinks have score 0", having(sink="zero")),
-        "sinks negated": (f"{repair} as they are; the port negates them", having(sink="negated")),
+        "sinks missing": (f"{repair}; its softmax has no sinks", with_attributes(sink="none")),
+        "sinks in reverse": (other_heads, with_attributes(sink="reversed")),
+        "sinks of score 0": (f"{repair}; its sinks have score 0", with_attributes(sink="zero")),
+        "sinks negated": (f"{repair} as they are; the port negates them", with_attributes(sink="negated")),
     }
     yield from titled("softmax-sink", sinks)
 
     def times(factor: float) -> Mistake[Attention]:
         told = f"{repair} as they are; the port's are {factor:.4g} times that"
-        return Mistake("softmax-sink", f"sinks times {factor:.4g}", told, having(sink_scale=factor))
+        return Mistake("softmax-sink", f"sinks times {factor:.4g}", told, with_attributes(sink_scale=factor))
 
     yield from numbers(times, [1.0], (attention.scale,))
 
@@ -231,7 +231,7 @@ def _softcap(right: float, cap: float) -> Mistake[Attention]:
     if math.isinf(right):
         due = "leave the scores uncapped as the reference does, softcap=0.0 in TE"
     name, wrong = ("missing", "caps none") if math.isinf(cap) else (f"{cap:.4g}", f"has {cap:.4g}")
-    return Mistake("softcap", f"softcap {name}", f"{due}; the port {wrong}", having(softcap=cap))
+    return Mistake("softcap", f"softcap {name}", f"{due}; the port {wrong}", with_attributes(softcap=cap))
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
@@ -320,7 +320,7 @@ def _arranged(
     queries: Rearrange | None = None, keys: Rearrange | None = None, context: Rearrange | None = None
 ) -> Callable[[Attention], Sequence[Edit]]:
     """Return the ``edits`` of a mistake that rearranges queries, keys and values, or the context."""
-    return having(arrange=(queries, keys, keys, context))
+    return with_attributes(arrange=(queries, keys, keys, context))
 
 
 # Mistakes in caps of activations by ``tanh``, such as Gemma's cap of its logits: another cap, none, or one too many.
@@ -351,7 +351,7 @@ def softcap_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     for right, alike in grouped(found or _uncapped(trace), lambda one: one.cap).items():
         another = partial(_cap_instead, right)
         mistakes = chain([another(math.inf)], numbers(another, [right], USUAL.softcaps))
-        yield from everywhere_and_somewhere(mistakes, alike, lambda one: one.call.module)
+        yield from at_each_scope(mistakes, alike, lambda one: one.call.module)
 
 
 def caps(trace: Trace) -> list[Cap]:
@@ -439,7 +439,7 @@ def joined_stream_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield mistakes in which queries see only the keys of their own stream, or no query sees a stream's keys."""
     found = [joined for one in attentions(trace) if (joined := _joined(trace, one)) is not None]
     for (queries, keys), some in grouped(found, lambda one: (len(one.queries), len(one.keys))).items():
-        yield from everywhere_and_somewhere(_mistakes(queries, keys), some, lambda one: one.attention.call.module)
+        yield from at_each_scope(_mistakes(queries, keys), some, lambda one: one.attention.call.module)
 
 
 def _mistakes(queries: int, keys: int) -> Iterator[Mistake[_Joined]]:
@@ -453,7 +453,7 @@ def _mistakes(queries: int, keys: int) -> Iterator[Mistake[_Joined]]:
         blocks[f"no query sees the keys of stream {i + 1}"] = _Blocks((query, i) for query in range(queries))
     right = "let queries see the keys of all streams that the reference joins, in its order"
     for described, some in blocks.items():
-        yield Mistake("mask", described, f"{right}; in the port, {described}", having(blocks=some))
+        yield Mistake("mask", described, f"{right}; in the port, {described}", with_attributes(blocks=some))
 
 
 def _joined(trace: Trace, attention: Attention) -> _Joined | None:

@@ -29,7 +29,7 @@ Scope = Literal["all", "kind", "one", "call"]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One thing that might be wrong with a port. ``parity.mistakes.under`` computes the reference with this mistake.
+    """One thing that might be wrong with a port. ``parity.mistakes.replay`` computes the reference with this mistake.
 
     Attributes:
         title: the finding's title, a key of ``parity.mistakes.codes.CODES``.
@@ -220,12 +220,14 @@ def more_like_it(count: int, comma: str = "", of: str = "") -> str:
     return f"{comma} and {of}{count - 1} more like it" if count > 1 else ""
 
 
-def having(where: Callable[[Any], bool] = lambda operation: True, **changes: Any) -> Callable[[Any], Sequence[Edit]]:
+def with_attributes(
+    where: Callable[[Any], bool] = lambda operation: True, **changes: Any
+) -> Callable[[Any], Sequence[Edit]]:
     """Return the ``edits`` of a mistake that gives other attributes to the operations for which ``where`` is true."""
     return lambda operation: operation.edits(**changes) if where(operation) else ()
 
 
-def everywhere_and_somewhere(
+def at_each_scope(
     mistakes: Iterable[Mistake[Operation]],
     operations: Sequence[Operation],
     place: Callable[[Operation], str] | None = None,

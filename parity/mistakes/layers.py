@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.case.weight_map import Experts, Side, WeightMap, holds, names, shape_of
 from parity.mistakes.activations import ACTIVATIONS, activations, biases
 from parity.mistakes.alternatives import of_operands
-from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, everywhere_and_somewhere, more_like_it
+from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, at_each_scope, more_like_it
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.reads import reading_instead
 from parity.mistakes.weight_maps import Mapped, Shapes, filled_from, unchanged
@@ -256,7 +256,7 @@ def parallel_block_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         Mistake("parallel-block", "sequential blocks", one_by_one, ParallelBlock.in_sequence),
         Mistake("norm-missing", name, shared, ParallelBlock.without_norm),
     )
-    yield from everywhere_and_somewhere(mistakes, parallel_blocks(trace), lambda block: block.module)
+    yield from at_each_scope(mistakes, parallel_blocks(trace), lambda block: block.module)
 
 
 def parallel_blocks(trace: Trace) -> list[ParallelBlock]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.hypothesis import Hypothesis, Mistake, at_each_scope
 from parity.mistakes.usual_numbers import USUAL
 from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, argument, back, binary, edit, instead, once_a_trace
 
@@ -93,20 +93,20 @@ def lookup_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's lookups."""
     found = lookups(trace)
     by_position = [one for one in found if _are_positions(one.traced)]
-    yield from everywhere_and_somewhere(_of_positions(), by_position, lambda one: one.call.module)
+    yield from at_each_scope(_of_positions(), by_position, lambda one: one.call.module)
     ids = [one for one in found if one not in by_position]
-    yield from everywhere_and_somewhere(_of_ids(), ids, lambda one: one.call.module)
+    yield from at_each_scope(_of_ids(), ids, lambda one: one.call.module)
     few = [one for one in found if one.rows < _FEW_ROWS]
     first_row = _looked_up(
         "first row for all",
         "look up the rows that the reference does (pass token types, segments); the port takes the first one for all",
         torch.zeros_like,
     )
-    yield from everywhere_and_somewhere([first_row], few, lambda one: one.call.module)
+    yield from at_each_scope([first_row], few, lambda one: one.call.module)
     for one in found:
-        yield from everywhere_and_somewhere(_other_buckets(one.traced, one.rows), [one])
-    yield from everywhere_and_somewhere(_of_two_axes(), found, lambda one: one.call.module)
-    yield from everywhere_and_somewhere(_of_tables(), additions(trace), lambda one: one.call.module)
+        yield from at_each_scope(_other_buckets(one.traced, one.rows), [one])
+    yield from at_each_scope(_of_two_axes(), found, lambda one: one.call.module)
+    yield from at_each_scope(_of_tables(), additions(trace), lambda one: one.call.module)
 
 
 def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.alternatives import numbers
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having
+from parity.mistakes.hypothesis import Hypothesis, Mistake, at_each_scope, with_attributes
 from parity.mistakes.usual_numbers import USUAL
 from parity.trace.trace import (
     CASTS,
@@ -140,7 +140,7 @@ def cross_entropy_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's cross entropies."""
     found = cross_entropies(trace)
     if found:
-        yield from everywhere_and_somewhere(_mistakes(found), found, lambda one: one.call.module)
+        yield from at_each_scope(_mistakes(found), found, lambda one: one.call.module)
 
 
 def _called(trace: Trace, call: Call) -> CrossEntropy | None:
@@ -178,14 +178,14 @@ def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
     right = " or ".join(sorted({one.average for one in found if one.average is not None}))
     for average in AVERAGES:
         repair = f"take {right}, as the reference does; the port's is {average}"
-        is_averaged = having(lambda one: one.average is not None, average=average)
+        is_averaged = with_attributes(lambda one: one.average is not None, average=average)
         yield Mistake("loss-scale", f"loss as {average}", repair, is_averaged)
     yield from _label_mistakes(found)
     smoothing = " or ".join(sorted({f"{one.smoothing:g}" for one in found}))
 
     def smoothed(value: float) -> Mistake[CrossEntropy]:
         repair = f"smooth labels by {smoothing}, as the reference does; the port smooths them by {value:.4g}"
-        edits = having(lambda one: value < 1.0, smoothing=value)
+        edits = with_attributes(lambda one: value < 1.0, smoothing=value)
         return Mistake("label-smoothing", f"label smoothing {value:.4g}", repair, edits)
 
     yield smoothed(0.0)
@@ -195,11 +195,11 @@ def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
 
 def _label_mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
     for label in USUAL.pad_ids:
-        ignored = having(lambda one, label=label: label in one.pads, ignored=label)  # type: ignore[misc]
+        ignored = with_attributes(lambda one, label=label: label in one.pads, ignored=label)  # type: ignore[misc]
         repair = f"count tokens whose label is {label}, as the reference does; the port ignores them"
         yield Mistake("ignored-label", f"label {label} ignored", repair, ignored)
-    seen = having(lambda one: one.ignored >= 0, ignored=_IGNORES_NONE)
-    clamped = having(lambda one: one.ignored < 0 and one.has_ignored, clamped=True)
+    seen = with_attributes(lambda one: one.ignored >= 0, ignored=_IGNORES_NONE)
+    clamped = with_attributes(lambda one: one.ignored < 0 and one.has_ignored, clamped=True)
     for label in sorted({one.ignored for one in found}, key=lambda label: (label < 0, label)):
         right = f"leave out tokens whose label is {label}, as the reference does (ignore_index); the port counts them"
         if label >= 0:
@@ -211,7 +211,7 @@ def _label_mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]
 def _with_z_loss(factor: float) -> Mistake[CrossEntropy]:
     right = "add to the cross entropy no more than the reference does"
     repair = f"{right}; the logits' squared logsumexp times {factor:.4g} is added to that"
-    return Mistake("z-loss", f"z-loss {factor:.4g}", repair, having(z_loss=factor))
+    return Mistake("z-loss", f"z-loss {factor:.4g}", repair, with_attributes(z_loss=factor))
 
 
 # Mistakes in the shift of labels against logits: a position's logits meet another position's label.
@@ -285,7 +285,7 @@ def label_shift_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield mistakes with labels of other positions, for cross entropies whose logits and labels have positions."""
     found = [shifted for loss in cross_entropies(trace) if (shifted := _shifted(trace, loss)) is not None]
     if found:
-        yield from everywhere_and_somewhere(_shift_mistakes(found), found, lambda one: one.loss.call.module)
+        yield from at_each_scope(_shift_mistakes(found), found, lambda one: one.loss.call.module)
 
 
 def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:
@@ -294,7 +294,7 @@ def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:
         for shorter, where in ((False, ""), (True, ", as many positions as in the reference")):
             other = f"the port compares them with {whose}{where}"
             repair = f"compare each position's logits with {right}, as the reference does; {other}"
-            moved = having(further=further, shorter=shorter)
+            moved = with_attributes(further=further, shorter=shorter)
             yield Mistake("labels-shifted", f"labels {further:+d} positions{where}", repair, moved)
     yield Mistake(
         "labels-shifted",
@@ -428,7 +428,7 @@ def log_prob_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     of_tokens: tuple[Sequence[LogSoftmax | CrossEntropy], ...] = (log_softmaxes(trace), losses)
     for found in of_tokens:
         temperatures = numbers(_temperature, [1.0], USUAL.temperatures)
-        yield from everywhere_and_somewhere(temperatures, found, lambda one: one.call.module)
+        yield from at_each_scope(temperatures, found, lambda one: one.call.module)
     for call in trace.calls:
         if call.name in _GATHERS and (selected := _selected(trace, call)) is not None:
             yield from _shifted_tokens(selected)
@@ -437,7 +437,7 @@ def log_prob_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 def _temperature(value: float) -> Mistake[LogSoftmax | CrossEntropy]:
     right = "take log-probabilities of the logits as they are on both sides"
     repair = f"{right}; here they are of logits divided by a temperature of {value:.4g}"
-    return Mistake("temperature", f"temperature {value:.4g}", repair, having(temperature=value))
+    return Mistake("temperature", f"temperature {value:.4g}", repair, with_attributes(temperature=value))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.mistakes.hypothesis import Hypothesis, Mistake, Row, everywhere_and_somewhere, titled
+from parity.mistakes.hypothesis import Hypothesis, Mistake, Row, at_each_scope, titled
 from parity.trace.calls import Misfit
 from parity.trace.trace import (
     CASTS,
@@ -167,8 +167,8 @@ def routing_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's routers."""
     found = routers(trace)
     mistakes = (*_weight_mistakes(), *_bias_mistakes(), *_choice_mistakes())
-    yield from everywhere_and_somewhere(mistakes, found, lambda one: one.choice.module)
-    for one in everywhere_and_somewhere(_split_mistakes(), found, lambda one: one.choice.module):
+    yield from at_each_scope(mistakes, found, lambda one: one.choice.module)
+    for one in at_each_scope(_split_mistakes(), found, lambda one: one.choice.module):
         # A token's expert depends on the other tokens here, so the batch must not be cut to one row.
         yield replace(one, around=lambda call: call)
 

@@ -16,10 +16,10 @@ from parity.mistakes.hypothesis import (
     Hypothesis,
     Mistake,
     Row,
-    everywhere_and_somewhere,
-    having,
+    at_each_scope,
     more_like_it,
     titled,
+    with_attributes,
 )
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.reads import made_again
@@ -229,14 +229,14 @@ def attention_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     of_both: dict[str, Row[Attention]] = {
         f"{kind} of queries and keys": (
             f"{right}; in the port, they go through a {kind}",
-            having(arrange=(norm, norm, None, None)),
+            with_attributes(arrange=(norm, norm, None, None)),
         )
         for kind, norm in (*KINDS.items(), ("L2Normalization", l2_norm))
     }
-    yield from everywhere_and_somewhere(titled("norm-missing", of_both), found, lambda one: one.call.module)
-    yield from everywhere_and_somewhere((made for named in KINDS.items() for made in _of_some(*named)), found)
+    yield from at_each_scope(titled("norm-missing", of_both), found, lambda one: one.call.module)
+    yield from at_each_scope((made for named in KINDS.items() for made in _of_some(*named)), found)
     keyed = [_Keyed(one, norm) for one in found if (norm := _of_key(trace, one)) is not None]
-    yield from everywhere_and_somewhere([_values_as_keys()], keyed)
+    yield from at_each_scope([_values_as_keys()], keyed)
 
 
 def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
@@ -250,7 +250,7 @@ def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
     }
     right = "take queries, keys and values as they are where the reference does"
     for name, arrange in arranged.items():
-        yield Mistake("norm-missing", name, f"{right}; attention has a {name}", having(arrange=arrange))
+        yield Mistake("norm-missing", name, f"{right}; attention has a {name}", with_attributes(arrange=arrange))
 
 
 def _of_all_heads(norm: Compute) -> Compute:
@@ -313,7 +313,7 @@ def extra_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
             for some in places if 1 < len(places) <= MOST_PLACES else ():
                 yield _before(some, kind, norm, calls)
     yield from attention_norm_hypotheses(trace)
-    yield from everywhere_and_somewhere(
+    yield from at_each_scope(
         _at_sums(),
         residuals(trace),
         lambda one: f"{one.call.module} (sum {one.number})",

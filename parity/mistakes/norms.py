@@ -17,12 +17,12 @@ from parity.mistakes.hypothesis import (
     Hypothesis,
     Mistake,
     Row,
-    everywhere_and_somewhere,
-    having,
+    at_each_scope,
     low_dtypes,
     rounded_to,
     short,
     titled,
+    with_attributes,
 )
 from parity.mistakes.usual_numbers import USUAL
 from parity.result import NO_CODE, Code
@@ -152,7 +152,7 @@ def norm_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     """
     found = norms(trace)
     mistakes = _mistakes(found, dtype)
-    yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module, lambda one: kinds(one, trace))
+    yield from at_each_scope(mistakes, found, lambda one: one.call.module, lambda one: kinds(one, trace))
 
 
 def kinds(norm: Norm, trace: Trace) -> list[str]:
@@ -169,7 +169,9 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
     def with_eps(eps: float) -> Mistake[Norm]:
         repair = f"give TE's norm the reference's eps, {right}; it computes with eps={eps:.4g}"
         code = Code((f"eps={eps:.4g}",), (f"eps={named[0]:g}",)) if len(named) == 1 else NO_CODE
-        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, having(eps=eps), eps in told_apart, code=code)
+        return Mistake(
+            "norm-eps", f"norm eps={eps:.4g}", repair, with_attributes(eps=eps), eps in told_apart, code=code
+        )
 
     told_apart = _told_apart(named)
     yield from numbers(with_eps, named, (*USUAL.norm_eps, *USUAL.large_norm_eps))
@@ -179,7 +181,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
     if dtype is not torch.float32:
         name, late = f"norm rounded to {short(dtype)} before its weight", "scale by the norm's weight in FP32"
         repair = f"{late} and round after that, as TE does; the normalised value is rounded to {short(dtype)} first"
-        early = having(lambda norm: norm.gain is not None, before_gain=dtype)
+        early = with_attributes(lambda norm: norm.gain is not None, before_gain=dtype)
         yield Mistake("norm-rounding", name, repair, early, subtle=True)
     yield from titled("norm-kind", _KINDS)
     yield from titled("norm-statistics", _DIVISORS, subtle=True)
@@ -189,12 +191,12 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "norm variance over n and eps inside the root",
         "write the norm as the reference has it, in plain PyTorch: TE divides the sum of squares by n, not n - 1, and "
         "adds eps inside the root, not outside",
-        having(lambda norm: norm.unbiased and norm.eps_outside, unbiased=False, eps_outside=False),
+        with_attributes(lambda norm: norm.unbiased and norm.eps_outside, unbiased=False, eps_outside=False),
     )
     missing = "add the norm that the reference has; TE's module passes on what it is given"
     yield Mistake("norm-missing", "norm missing", missing, lambda norm: (passing_on(norm.call, norm.x),))
     once = "apply the norm once, as the reference does; its result is normalised and scaled again"
-    yield Mistake("norm-twice", "norm twice", once, having(lambda norm: norm.gain is not None, times=2))
+    yield Mistake("norm-twice", "norm twice", once, with_attributes(lambda norm: norm.gain is not None, times=2))
 
 
 def _is_rms(norm: Norm) -> bool:
@@ -208,43 +210,43 @@ def _is_layer_norm(norm: Norm) -> bool:
 _KINDS: dict[str, Row[Norm]] = {
     "LayerNorm for RMSNorm": (
         'give TE\'s module normalization="RMSNorm", as the reference has it; it subtracts the mean',
-        having(_is_rms, centred=True),
+        with_attributes(_is_rms, centred=True),
     ),
     "RMSNorm for LayerNorm": (
         'give TE\'s module normalization="LayerNorm", as the reference has it; it does not subtract the mean',
-        having(_is_layer_norm, centred=False),
+        with_attributes(_is_layer_norm, centred=False),
     ),
     "L2Normalization for RMSNorm": (
         "give TE RMSNorm, as the reference has it; it divides by the root of the squares' sum (L2Normalization), not "
         "of their mean, or the port divides what follows by the root of their number",
-        having(_is_rms, summed=True),
+        with_attributes(_is_rms, summed=True),
     ),
     "RMSNorm for L2Normalization": (
         "give TE L2Normalization, as the reference has it; it divides by the root of the squares' mean (RMSNorm), not "
         "of their sum, or the port multiplies what follows by the root of their number",
-        having(lambda norm: norm.summed, summed=False),
+        with_attributes(lambda norm: norm.summed, summed=False),
     ),
 }
 _DIVISORS: dict[str, Row[Norm]] = {
     "norm variance over n, not n - 1": (
         "divide the sum of squares by n - 1, one less than there are channels, as the reference's std or var does, "
         "or multiply the weight of TE's LayerNorm by sqrt((n - 1) / n): TE divides by n",
-        having(lambda norm: norm.unbiased, unbiased=False),
+        with_attributes(lambda norm: norm.unbiased, unbiased=False),
     ),
     "norm variance over n - 1, not n": (
         "divide the sum of squares by the number of channels (unbiased=False), as the reference does, or multiply the "
         "weight of TE's LayerNorm by sqrt(n / (n - 1)) where that cannot be; the port divides it by n - 1",
-        having(lambda norm: _is_layer_norm(norm) and not norm.unbiased, unbiased=True),
+        with_attributes(lambda norm: _is_layer_norm(norm) and not norm.unbiased, unbiased=True),
     ),
 }
 _PLACES_OF_EPS: dict[str, Row[Norm]] = {
     "norm eps inside the root, not outside": (
         "add eps to the root, as the reference does; TE adds it to the variance, inside the root",
-        having(lambda norm: norm.eps_outside, eps_outside=False),
+        with_attributes(lambda norm: norm.eps_outside, eps_outside=False),
     ),
     "norm eps outside the root, not inside": (
         "add eps to the variance, inside the root, as the reference and TE's norms do; the port adds it to the root",
-        having(lambda norm: not norm.eps_outside, eps_outside=True),
+        with_attributes(lambda norm: not norm.eps_outside, eps_outside=True),
     ),
 }
 
@@ -269,7 +271,7 @@ def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm
     }
     for what, changes in rounded.items():
         repair = f"take the norm's mean and root in FP32; {what} rounded to {short(low)}"
-        yield Mistake("norm-statistics", f"norm {what} in {short(low)}", repair, having(**changes), subtle)
+        yield Mistake("norm-statistics", f"norm {what} in {short(low)}", repair, with_attributes(**changes), subtle)
 
 
 def _called(call: Call) -> Norm | None:
@@ -454,7 +456,7 @@ def norm_group_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         repair = f"{right}; the port takes {part} at a time"
         known[f"norm of {part} channels at a time"] = repair, lambda one, part=part: one.edits(part)  # type: ignore[misc]
     places = lambda one: one.norm.call.module  # noqa: E731
-    yield from everywhere_and_somewhere(titled("norm-groups", known), found, places, lambda one: kinds(one.norm, trace))
+    yield from at_each_scope(titled("norm-groups", known), found, places, lambda one: kinds(one.norm, trace))
 
 
 def _grouped(trace: Trace, norm: Norm) -> _Grouped:

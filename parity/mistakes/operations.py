@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.activations import ACTIVATIONS
 from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, again, alternatives, numbers
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere, more_like_it
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, at_each_scope, more_like_it
 from parity.trace.trace import (
     CASTS,
     JOINS,
@@ -405,7 +405,7 @@ def factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         mistakes = numbers(partial(_instead, value), [value], (1.0,))
         modules = list(dict.fromkeys(factor.call.module for factor in alike if factor.call.site[0]))
         where = f" in {', '.join(modules)}" if 0 < len(modules) <= MOST_PLACES else ""
-        yield from everywhere_and_somewhere(mistakes, alike, lambda one: one.call.module, where=where)
+        yield from at_each_scope(mistakes, alike, lambda one: one.call.module, where=where)
 
 
 def _scales(trace: Trace, softmax: Call) -> Iterator[Call]:

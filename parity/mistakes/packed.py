@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parity.mistakes.attention import HIDDEN, Attention, Bias, as_it_is, attentions, heads_of, hidden_keys, traced_bias
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.hypothesis import Hypothesis, Mistake, at_each_scope
 from parity.mistakes.masks import band_beside, one_sequence, right_sequences, segment_mistakes, sequences_instead
 from parity.mistakes.reads import made_again
 from parity.mistakes.rotation import Rotation, rotations
@@ -107,10 +107,10 @@ def packed_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     found = packed_attentions(trace)
     if found:
         mistakes = segment_mistakes(found[0].bias)
-        yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module)
+        yield from at_each_scope(mistakes, found, lambda one: one.call.module)
     batches = [batch for one in attentions(trace) if (batch := _batch(trace, one)) is not None]
     for some in grouped(batches, lambda one: (one.lengths, one.band)).values():
-        yield from everywhere_and_somewhere(_of_batch(some[0]), some, lambda one: one.attention.call.module)
+        yield from at_each_scope(_of_batch(some[0]), some, lambda one: one.attention.call.module)
 
 
 def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity.mistakes.alternatives import numbers
 from parity.mistakes.attention import attentions
-from parity.mistakes.hypothesis import Hypothesis, Mistake, Row, everywhere_and_somewhere, more_like_it, titled
+from parity.mistakes.hypothesis import Hypothesis, Mistake, Row, at_each_scope, more_like_it, titled
 from parity.mistakes.layers import ends_a_branch
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.operations import alike, scales_of_attention
@@ -85,7 +85,7 @@ def residuals(trace: Trace) -> list[Residual]:
 def residual_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's residual connections."""
     found = residuals(trace)
-    yield from everywhere_and_somewhere(
+    yield from at_each_scope(
         _mistakes(),
         found,
         lambda one: f"the {ordinal(one.number)} sum in {one.call.module}",

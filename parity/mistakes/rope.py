@@ -17,12 +17,12 @@ from parity.mistakes.hypothesis import (
     Hypothesis,
     Mistake,
     Row,
-    everywhere_and_somewhere,
-    having,
+    at_each_scope,
     low_dtypes,
     more_like_it,
     short,
     titled,
+    with_attributes,
 )
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.rope_scaling import scaling_mistakes
@@ -157,7 +157,7 @@ def unrotated_hypotheses(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> I
         repair = "pass TE no rotary_pos_emb where the reference rotates nothing; the port rotates query and key"
         mistake = Mistake[_Plain](_TITLE, "rope in layers without", repair, partial(_Plain.edits, like=like))
         where = f" in {', '.join(one.name for one in plain)}"
-        yield from everywhere_and_somewhere([mistake], plain, lambda one: one.name, where=where)
+        yield from at_each_scope([mistake], plain, lambda one: one.name, where=where)
         yield from _shifted(trace, kind, plain)
 
 
@@ -175,7 +175,7 @@ def _rotated_values(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> Iterat
         "rotate queries and keys alone, as the reference does; the port rotates values as well",
         lambda one: one.attention.edits(arrange=(None, None, _turn(likes[one.attention.call.site]), None)),
     )
-    yield from everywhere_and_somewhere([mistake], found, lambda one: one.name)
+    yield from at_each_scope([mistake], found, lambda one: one.name)
 
 
 def _shifted(trace: Trace, kind: Sequence[Rotation], plain: Sequence[_Plain]) -> Iterator[Hypothesis]:
@@ -238,18 +238,18 @@ def rope_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     # With a single token, a missing rotation and position 0 are the same, and the latter is likelier.
     likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
     of_all = [*likeliest, *(_of_frequencies(found) if len(kinds) == 1 else ()), *_rounded(dtype)]
-    yield from everywhere_and_somewhere(map(_in_layer, of_all), layers, lambda one: one.name)
+    yield from at_each_scope(map(_in_layer, of_all), layers, lambda one: one.name)
     for some in kinds if len(kinds) > 1 else ():
         of_kind = [layer for layer in layers if set(layer.rotations) & set(some)]
         mistakes = [*_forms(some[0]), *_of_frequencies(some)]
         where = f" in {of_kind[0].name}{more_like_it(len(of_kind))}"
-        yield from everywhere_and_somewhere(map(_in_layer, mistakes), of_kind, lambda one: one.name, where=where)
+        yield from at_each_scope(map(_in_layer, mistakes), of_kind, lambda one: one.name, where=where)
     yield from _exchanged(layers, kinds)
     yield from unrotated_hypotheses(trace, kinds)
     yield from _rotated_values(trace, kinds)
     # One table of angles serves all layers.
     seq = len(found[0].angles)
-    yield from everywhere_and_somewhere(map(_in_layer, chain(restart_mistakes(seq), late_mistakes(seq))), layers)
+    yield from at_each_scope(map(_in_layer, chain(restart_mistakes(seq), late_mistakes(seq))), layers)
 
 
 def _exchanged(layers: Sequence[_Layer], kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
@@ -309,17 +309,17 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
         f"rope {other}": (
             f"give TE interleaved={interleaved}, or reorder the rows of query and key by parity.rope_halves; it "
             f"rotates pairs of the {other} form",
-            having(form=other, table_form=other),
+            with_attributes(form=other, table_form=other),
         ),
         f"rope {other}, by angles of {like.form}": (
             f"give TE's layer rotary_pos_interleaved={interleaved}, as its RotaryPositionEmbedding has it; it rotates "
             f"pairs of the {other} form by angles that are laid out for {like.form}",
-            having(form=other, table_form=like.form),
+            with_attributes(form=other, table_form=like.form),
         ),
         f"rope {like.form}, by angles of {other}": (
             f"give TE's RotaryPositionEmbedding interleaved={interleaved}, as its layer has it; pairs are of the "
             f"{like.form} form, but angles are laid out for {other}",
-            having(form=like.form, table_form=other),
+            with_attributes(form=like.form, table_form=other),
         ),
     }
     yield from titled("rope-layout", layouts)
@@ -334,14 +334,18 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
             "rope-partial",
             f"rope on the {wrong} channels",
             f"rotate {right} of a head; the port rotates its {wrong} {like.rotary}",
-            having(start=start),
+            with_attributes(start=start),
         )
-    yield Mistake("rope-missing", "rope missing", "pass TE rotary_pos_emb; nothing is rotated", having(times=0))
+    yield Mistake(
+        "rope-missing", "rope missing", "pass TE rotary_pos_emb; nothing is rotated", with_attributes(times=0)
+    )
     for role, lacking in (("query", "key"), ("key", "query")):
         repair, alone = f"rotate both query and key; the {lacking} is not rotated", f"rope on the {role} alone"
-        edits = having(lambda one, lacking=lacking: one.role == lacking, times=0)  # type: ignore[misc]
+        edits = with_attributes(lambda one, lacking=lacking: one.role == lacking, times=0)  # type: ignore[misc]
         yield Mistake("rope-one-side", alone, repair, edits)
-    yield Mistake("rope-twice", "rope twice", "rotate query and key once; the port rotates them twice", having(times=2))
+    yield Mistake(
+        "rope-twice", "rope twice", "rotate query and key once; the port rotates them twice", with_attributes(times=2)
+    )
     yield Mistake(
         "rope-direction",
         "rope backwards",
@@ -419,7 +423,7 @@ def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:
             "rope-precision",
             f"rope cosines and sines in {short(low)}",
             f"keep rotary cosines and sines in FP32; the port rounds them to {short(low)}",
-            having(table=low),
+            with_attributes(table=low),
             subtle,
         )
     yield Mistake(

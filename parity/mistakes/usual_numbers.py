@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from parity.reading import read_toml
+from parity.data_files import read_toml
 
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Numbers = Annotated[tuple[Positive, ...], Field(min_length=1)]

@@ -24,7 +24,7 @@ from parity.result import Errors, Kind
 LARGE = 2**24
 
 
-class Summed:
+class CachedTensor:
     """A tensor and its sums, which are computed when they are first needed.
 
     Args:
@@ -39,7 +39,7 @@ class Summed:
         self.leans = leans
         self._squares: Tensor | None = None
         self._squares_over: dict[tuple[int, ...], Tensor] = {}
-        self._products: dict[Summed, float] = {}
+        self._products: dict[CachedTensor, float] = {}
 
     @cached_property
     def norm(self) -> float:
@@ -95,7 +95,7 @@ class Summed:
                 self._squares_over[dims] = self.squares.sum(dims)
         return self._squares_over[dims]
 
-    def dot(self, other: Summed) -> float:
+    def dot(self, other: CachedTensor) -> float:
         """Return the inner product with a tensor of the same shape."""
         if other is self:
             return self.total
@@ -105,7 +105,7 @@ class Summed:
             self._products[other] = torch.dot(one, two).item()
         return self._products[other]
 
-    def dots_in_rows(self, other: Summed) -> Tensor:
+    def dots_in_rows(self, other: CachedTensor) -> Tensor:
         """Return the inner products along the last dimension with a tensor of the same shape."""
         return (self.values * other.values).sum(-1) if self.values.dim() else self.values * other.values
 
@@ -205,7 +205,7 @@ def measure(x: Tensor, golden: Tensor, dtype: torch.dtype) -> Errors:
     Raises:
         ValueError: if the shapes differ.
     """
-    return Measures(Summed(golden.detach().double()), dtype).of(x, Summed(difference(x, golden)))
+    return Measures(CachedTensor(golden.detach().double()), dtype).of(x, CachedTensor(difference(x, golden)))
 
 
 class Measures:
@@ -216,7 +216,7 @@ class Measures:
         dtype: the dtype whose ulps count.
     """
 
-    def __init__(self, golden: Summed, dtype: torch.dtype) -> None:
+    def __init__(self, golden: CachedTensor, dtype: torch.dtype) -> None:
         self._golden = golden
         self._dtype = dtype
 
@@ -225,7 +225,7 @@ class Measures:
         """The reciprocals of the ulps, scaled so that FP32 can hold them and errors in ulps."""
         return _power_of_two(self._golden.values, self._dtype).mul_(_BINADES).reciprocal_()
 
-    def of(self, x: Tensor, error: Summed) -> Errors:
+    def of(self, x: Tensor, error: CachedTensor) -> Errors:
         """Return all measures of one of the tensors.
 
         Args:
@@ -240,7 +240,9 @@ class Measures:
         comparable = x_finite & golden_finite
         compared = golden[comparable]
         return dataclasses.replace(
-            _measure_finite(Summed(error.values[comparable]), Summed(compared), self._per_ulp[comparable], self._dtype),
+            _measure_finite(
+                CachedTensor(error.values[comparable]), CachedTensor(compared), self._per_ulp[comparable], self._dtype
+            ),
             nans=int((x.isnan() & golden_finite).sum()),
             infs=int((x.isinf() & golden_finite).sum()),
             golden_non_finite=int((~golden_finite).sum()),
@@ -248,7 +250,7 @@ class Measures:
         )
 
 
-def _measure_finite(error: Summed, golden: Summed, per_ulp: Tensor, dtype: torch.dtype) -> Errors:
+def _measure_finite(error: CachedTensor, golden: CachedTensor, per_ulp: Tensor, dtype: torch.dtype) -> Errors:
     relative = relative_l2(error.norm, golden.norm)
     return Errors(
         relative_l2=relative,
@@ -269,17 +271,17 @@ def _measure_finite(error: Summed, golden: Summed, per_ulp: Tensor, dtype: torch
 
 
 # If a tensor's root mean square is in this range, FP32 can hold the squares and products of its elements.
-_LEAST, _MOST = 1e-15, 1e15
+_SAFE_LEAST, _SAFE_MOST = 1e-15, 1e15
 
 
 class Deviations(NamedTuple):
     """Golden and the errors of tensors computed in its place, all in FP32 or all in FP64."""
 
-    golden: Summed
-    errors: list[Summed]
+    golden: CachedTensor
+    errors: list[CachedTensor]
 
 
-class Truth:
+class GoldenTensor:
     """A golden tensor, with what its ``deviations`` and ``measures`` need.
 
     For a large tensor nothing else is kept, so that each call computes this again.
@@ -290,8 +292,8 @@ class Truth:
 
     def __init__(self, exact: Tensor) -> None:
         self.exact = exact.detach().double()
-        self._split: tuple[Summed, Tensor] | None = None
-        self._measures: dict[tuple[Summed, torch.dtype], Measures] = {}
+        self._split: tuple[CachedTensor, Tensor] | None = None
+        self._measures: dict[tuple[CachedTensor, torch.dtype], Measures] = {}
 
     @cached_property
     def root_mean_square(self) -> float:
@@ -311,12 +313,12 @@ class Truth:
         """
         golden, rest = self._in_fp32()
         if _is_held(golden):
-            errors = [Summed(self._subtract_golden(x, golden.values, rest)) for x in computed]
+            errors = [CachedTensor(self._subtract_golden(x, golden.values, rest)) for x in computed]
             if all(map(_is_held, errors)):
                 return Deviations(golden, errors)
-        return Deviations(self._in_fp64, [Summed(difference(x, self.exact)) for x in computed])
+        return Deviations(self._in_fp64, [CachedTensor(difference(x, self.exact)) for x in computed])
 
-    def measures(self, golden: Summed, dtype: torch.dtype) -> Measures:
+    def measures(self, golden: CachedTensor, dtype: torch.dtype) -> Measures:
         """Return ``Measures`` for the errors that ``deviations`` returned, and keep them for the next precision.
 
         Args:
@@ -331,7 +333,7 @@ class Truth:
     def _is_large(self) -> bool:
         return self.exact.nbytes > LARGE
 
-    def _in_fp32(self) -> tuple[Summed, Tensor]:
+    def _in_fp32(self) -> tuple[CachedTensor, Tensor]:
         """Return golden in FP32, and the rest that this leaves, also in FP32."""
         if self._split is not None:
             return self._split
@@ -341,14 +343,14 @@ class Truth:
         chunks = (torch.atleast_1d(x).chunk(parts) for x in (self.exact, golden, rest))
         for exact, near, far in zip(*chunks, strict=True):
             far.copy_(exact - near)
-        split = Summed(golden), rest
+        split = CachedTensor(golden), rest
         if not self._is_large:
             self._split = split
         return split
 
     @cached_property
-    def _in_fp64(self) -> Summed:
-        return Summed(self.exact)  # shares golden's memory, and does not keep squares of a large tensor
+    def _in_fp64(self) -> CachedTensor:
+        return CachedTensor(self.exact)  # shares golden's memory, and does not keep squares of a large tensor
 
     def _subtract_golden(self, x: Tensor, golden: Tensor, rest: Tensor) -> Tensor:
         """Return the error in FP32. If the tensor is in FP64, the error includes the digits beyond FP32."""
@@ -357,17 +359,17 @@ class Truth:
         return (x.detach().float() - golden).sub_(rest)
 
 
-Truths = Mapping[tuple[Kind, str], Truth]
+GoldenTensors = Mapping[tuple[Kind, str], GoldenTensor]
 
 
-def in_fp32(x: Tensor) -> Summed:
+def in_fp32(x: Tensor) -> CachedTensor:
     """Return an FP64 tensor in FP32, or unchanged if FP32 cannot hold its squares."""
-    narrow = Summed(x.float())
-    return narrow if _is_held(narrow) else Summed(x)
+    narrow = CachedTensor(x.float())
+    return narrow if _is_held(narrow) else CachedTensor(x)
 
 
-def _is_held(x: Summed) -> bool:
-    return _LEAST <= x.root_mean_square <= _MOST or not x.values.any()
+def _is_held(x: CachedTensor) -> bool:
+    return _SAFE_LEAST <= x.root_mean_square <= _SAFE_MOST or not x.values.any()
 
 
 # Compare errors with the two bounds that a report shows.

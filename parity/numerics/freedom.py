@@ -57,7 +57,7 @@ _HARDSWISH = 3.0
 _FP32 = torch.finfo(torch.float32).eps
 
 
-class Kinks:
+class KinkSides:
     """The values that decide gradients at kinks, in the order of their calls, which can be moved across the kinks.
 
     Args:
@@ -71,9 +71,9 @@ class Kinks:
         self._exact = exact
         self._arguments: dict[int, Tensor] = {}  # the arguments of ReLUs, by their results' addresses
 
-    def on_both_sides(self) -> list[Kinks]:
-        """Return one ``Kinks`` that moves the seen values up and one that moves them down; none if none were seen."""
-        return [Kinks(side, self.values) for side in (1.0, -1.0)] if self.values else []
+    def on_both_sides(self) -> list[KinkSides]:
+        """Return one that moves the seen values up and one that moves them down; none if none were seen."""
+        return [KinkSides(side, self.values) for side in (1.0, -1.0)] if self.values else []
 
     def see(self, argument: Tensor, result: Tensor) -> None:
         """Note a ReLU's argument and result, because its gradient kernel reads only the result."""
@@ -163,7 +163,7 @@ _WIDTH = math.sqrt(2.0) * WIDTH
 # different choice in an earlier call spoils a few rows completely.
 _DEVIATION = 1.4826
 # Fewer errors than this may all be small by chance.
-_FEW = 32
+_FEWEST_ERRORS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,7 +295,7 @@ class Choices:
         errors = errors.abs() / times
         seen = errors[counts & (errors > 0.0)]
         deviation = _DEVIATION * seen.median() if len(seen) else 0.0
-        least = self._roundoff if counts.sum() < _FEW else _FP32
+        least = self._roundoff if counts.sum() < _FEWEST_ERRORS else _FP32
         return _WIDTH * times * is_open * (deviation + least * usual)
 
 

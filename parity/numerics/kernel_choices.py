@@ -204,7 +204,7 @@ _NEXT_TO_NOTHING = 0.05  # a loss below this share of the format's error does no
 _LARGEST_MANTISSA = 1.75  # of E4M3's and E5M2's largest number, to which a tensor's scale maps its largest magnitude
 
 
-def leaning(rounding: Rounding) -> tuple[str, ...]:
+def biased_kernels(rounding: Rounding) -> tuple[str, ...]:
     """Return the names of the choices that lean, for kernels with this rounding."""
     if rounding.inputs is tf32:
         return (TF32_TRUNCATED, SUMS_25_BIT)
@@ -217,7 +217,7 @@ def leaning(rounding: Rounding) -> tuple[str, ...]:
 
 def as_kernels_lean(rounding: Rounding) -> str:
     """Return the words of a note that say which leaning errors are granted."""
-    return f"in the direction in which kernels with {' or '.join(leaning(rounding))} change it"
+    return f"in the direction in which kernels with {' or '.join(biased_kernels(rounding))} change it"
 
 
 def noisy_sums(rounding: Rounding) -> tuple[str, ...]:

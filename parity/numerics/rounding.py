@@ -39,7 +39,7 @@ from parity.numerics.aten import (
 )
 from parity.numerics.blocked_attention import Arithmetic, as_it_is
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, Kinks, jumps
+from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, KinkSides, jumps
 from parity.numerics.golden import in_blocks_and_one_by_one
 from parity.numerics.kernel_choices import (
     ATTENTION_16_BIT_SUMS,
@@ -239,7 +239,7 @@ def rounded(
     freedom: Freedom = FUSED_POINTWISE,
     scaled_together: Iterable[Sequence[Tensor]] = (),
     plain: Iterable[Tensor] = (),
-    kinks: Kinks | None = None,
+    kinks: KinkSides | None = None,
     weights_read: OperandsRead | None = None,
     choices: Choices | None = None,
     stored: Stored | None = None,
@@ -284,7 +284,7 @@ class _RoundingMode(TorchDispatchMode):
         weights: Iterable[Tensor] | None,
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
-        kinks: Kinks | None,
+        kinks: KinkSides | None,
         weights_read: OperandsRead,
         choices: Choices | None,
         past: PastAmaxes | None,
@@ -336,7 +336,7 @@ class _RoundingMode(TorchDispatchMode):
             return self._round_call(func, args, kwargs)
         return self._beside_kinks(self._kinks, func, args, kwargs)
 
-    def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _beside_kinks(self, kinks: KinkSides, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return the result of a call, after moving the values that decide on a side of a kink."""
         if self.phase.backward or any(_requires_grad(x) for x in args):
             args = kinks.moved(func, args)

@@ -20,9 +20,9 @@ from parity.case.transfer import separate_norms
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import WeightMap, names
 from parity.numerics.aten import Phase, address
-from parity.numerics.errors import Truth
+from parity.numerics.errors import GoldenTensor
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED, Choice, Choices, Freedom, Kinks
+from parity.numerics.freedom import FUSED, Choice, Choices, Freedom, KinkSides
 from parity.numerics.kernel_choices import as_read
 from parity.numerics.rounding import rounded
 from parity.numerics.storing import OperandsRead, Stored
@@ -104,11 +104,11 @@ def golden_tensors(prepared: Prepared) -> Tensors:
     return tensors_of(prepared.golden) | _label_probed_outputs(prepared.probed)
 
 
-def golden_truths(prepared: Prepared) -> dict[tuple[Kind, str], Truth]:
+def golden_truths(prepared: Prepared) -> dict[tuple[Kind, str], GoldenTensor]:
     """Return the golden tensors in the form that judging needs, kept for the next precision."""
     return prepared.cache.get(
         "truths",
-        lambda: {key: Truth(tensor) for key, tensor in golden_tensors(prepared).items()},
+        lambda: {key: GoldenTensor(tensor) for key, tensor in golden_tensors(prepared).items()},
         lambda truths: sum(truth.bytes_kept for truth in truths.values()),
     )
 
@@ -186,7 +186,7 @@ def run_model(
     prepared: Prepared,
     rounding: Rounding,
     freedom: Freedom,
-    kinks: Kinks | None = None,
+    kinks: KinkSides | None = None,
     choices: Choices | None = None,
 ) -> Tensors:
     """Run the reference in FP32 under the rounding model, and round its results to the dtypes that the port returns.
@@ -245,7 +245,7 @@ def under_model(
     prepared: Prepared,
     rounding: Rounding,
     freedom: Freedom,
-    kinks: Kinks | None = None,
+    kinks: KinkSides | None = None,
     choices: Choices | None = None,
     stored: Stored | None = None,
 ) -> AbstractContextManager[Phase]:

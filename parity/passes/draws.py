@@ -33,7 +33,7 @@ _LARGEST = 2**24
 # The operations that ``nn.init`` and inputs draw with.
 _FILLING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 # Bytes that may be kept if the system does not say how many are free.
-_MOST = 2**28
+_MOST_BYTES = 2**28
 
 
 class Draws:
@@ -42,7 +42,7 @@ class Draws:
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Tensor, Tensor]] = {}  # the values, and the state after
         free = devices.free_memory()
-        self._left = _MOST if free is None else devices.share_to_keep(free)
+        self._left = _MOST_BYTES if free is None else devices.share_to_keep(free)
 
     def repeated(self) -> AbstractContextManager[object]:
         """Fill tensors with numbers that were drawn before, within the context; draw and keep any others."""

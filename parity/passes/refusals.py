@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from parity.case.weight_map import WeightMap, names
-from parity.numerics.errors import Truths, all_finite, difference, max_abs, relative_l2
+from parity.numerics.errors import GoldenTensors, all_finite, difference, max_abs, relative_l2
 from parity.result import PROBED, Kind, ProvesNothing, TensorResult
 from parity.user_error import UserError
 
@@ -189,7 +189,7 @@ def _find_moved_outputs(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[t
             yield name, moved
 
 
-def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) -> Truths:
+def judgeable_golden(golden: GoldenTensors, models: Sequence[Tensors], candidate: Tensors) -> GoldenTensors:
     """Return the golden tensors that the candidate can be judged by.
 
     These leave out outputs on probing inputs that the candidate lacks, or for which a faithful computation overflows:

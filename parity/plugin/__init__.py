@@ -26,7 +26,7 @@ from parity.machine.process import lasting
 from parity.plugin import alone, apart, collecting, ending, engines, options, recorder
 from parity.plugin.collecting import Module, collected_in_time, too_late, unknown_pairs
 from parity.plugin.item import DETAILS, NOT_FORKED, BrokenCase, ParityItem
-from parity.plugin.largest import largest_need
+from parity.plugin.memory_estimate import largest_need
 from parity.plugin.options import FINISHED, Options
 from parity.plugin.part import ITEMS, narrow
 from parity.plugin.recorder import GitHub, Recorder

@@ -255,7 +255,7 @@ def is_last(report: pytest.TestReport | pytest.CollectReport) -> bool:
     return bool(getattr(report, "parity_last", False))
 
 
-def told(results: Sequence[Result]) -> str:
+def summary_line(results: Sequence[Result]) -> str:
     """Return the text about an item that ended early: the reason or, if it failed, how and why no cause was found."""
     from parity.report import failure
     from parity.report.record import Item
@@ -310,7 +310,7 @@ def _end_with_item(item: ParityItem, cause: str, thread: int) -> None:
         location=item.location,
         keywords=dict.fromkeys(item.keywords, 1),
         outcome="failed",
-        longrepr=told(item.results),
+        longrepr=summary_line(item.results),
         when="call",
         sections=[("where it was", stack_of(thread))],
     )

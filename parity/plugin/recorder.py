@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from parity import reading, shown
+from parity import data_files, shown
 from parity.machine import files
 from parity.machine.files import Claim
 from parity.plugin import collecting, ending
@@ -667,8 +667,8 @@ _DRAWN = (".md", ".html")
 
 def _parse_line(line: bytes) -> Mapping[str, Any]:
     try:
-        return reading.parsed(line, lambda content: content if isinstance(content, Mapping) else {})
-    except reading.NotReadableError:
+        return data_files.parsed(line, lambda content: content if isinstance(content, Mapping) else {})
+    except data_files.NotReadableError:
         return {}
 
 

@@ -409,7 +409,7 @@ def places(shape: Sequence[int], split: Split, made: Degrees, rank: int) -> Tens
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Shard:
     """Hold one rank's part of a tensor.
 
     Attributes:
@@ -426,7 +426,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class GatheredTensor:
     """A tensor that ranks have computed.
 
     Attributes:
@@ -440,7 +440,7 @@ class Whole:
     kind: str
     name: str
     exact: Tensor
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Shard] = field(default_factory=list)
     limit: float = 0.0
 
     def joined(self) -> Tensor:
@@ -457,7 +457,7 @@ class Whole:
                 return one.rank, other.rank
         return None
 
-    def off(self, pieces: Sequence[Piece] | None = None) -> float:
+    def off(self, pieces: Sequence[Shard] | None = None) -> float:
         """Return the largest relative error of the pieces, which are those of all ranks by default."""
         some = self.pieces if pieces is None else pieces
         return max((self._compute_relative_error(piece.values, piece.places) for piece in some), default=math.inf)

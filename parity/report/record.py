@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from parity import reading, shown
+from parity import data_files, shown
+from parity.data_files import LeftOut, NotReadableError
 from parity.machine import files
-from parity.reading import LeftOut, NotReadableError
 from parity.report import environment as environments
 from parity.report.environment import Environment
 from parity.report.numbers import markdown_table, short
@@ -106,16 +106,16 @@ def read(path: Path) -> Record:
     return of_lines(lines(path))
 
 
-def lines(path: Path) -> reading.Lines[Environment | Result | Uncollected]:
+def lines(path: Path) -> data_files.Lines[Environment | Result | Uncollected]:
     """Return the content of each line of a record, without lines that are damaged.
 
     Raises:
         UserError: if there is no such file.
     """
-    return reading.lines(path, _line_of)
+    return data_files.lines(path, _line_of)
 
 
-def of_lines(found: reading.Lines[Environment | Result | Uncollected]) -> Record:
+def of_lines(found: data_files.Lines[Environment | Result | Uncollected]) -> Record:
     """Return the record that consists of these lines, see ``read``."""
     path = found.path
     written = "a run writes one to reports/<name>.jsonl"
@@ -141,7 +141,7 @@ def _line_of(content: Any) -> Environment | Result | Uncollected:
             try:
                 return read_back(content[kind])
             except Exception as error:
-                raise NotReadableError(f"{kind}.{reading.why(error)}") from None
+                raise NotReadableError(f"{kind}.{data_files.why(error)}") from None
     raise NotReadableError(f"no {', '.join(_KINDS)} in it")
 
 

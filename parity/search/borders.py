@@ -16,8 +16,8 @@ from parity.mistakes.decoding import decoding_hypotheses, later_in_rows, not_res
 from parity.mistakes.hypothesis import Hypothesis, in_part
 from parity.mistakes.masks import is_of_sequences, lengths_of, right_sequences, sequences_instead
 from parity.mistakes.packed import Packed, packed_attentions
+from parity.mistakes.replay import outputs_with
 from parity.mistakes.rotation import Rotation, counted_from, rotations
-from parity.mistakes.under import outputs_under
 from parity.numerics.blocked_attention import Band
 from parity.numerics.errors import TINY, norm_of
 from parity.numerics.freedom import FUSED, UNFUSED
@@ -150,7 +150,7 @@ def wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
 
 def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:
     """Return the first position where an output is not the candidate's; 0 if the hypothesis does not fit."""
-    outputs = outputs_under(failure.prepared, (one,), torch.float32)
+    outputs = outputs_with(failure.prepared, (one,), torch.float32)
     if outputs is None:
         return 0
     wrong = torch.zeros(seq, dtype=torch.bool)
@@ -344,7 +344,7 @@ def _first_of_row(failure: Failure, row: int) -> FirstWrong | None:
 
 def _left(failure: Failure, one: Hypothesis) -> float:
     """Return the share of the error that a hypothesis leaves; infinite if it changes nothing or cannot be computed."""
-    outputs = outputs_under(failure.prepared, (one,), torch.float32)
+    outputs = outputs_with(failure.prepared, (one,), torch.float32)
     if outputs is None:
         return math.inf
     left, was = 0.0, 0.0

@@ -19,7 +19,7 @@ from parity.mistakes.codes import finding, repairable
 from parity.mistakes.decoding import positions_of
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.reads import described
-from parity.mistakes.under import outputs_under
+from parity.mistakes.replay import outputs_with
 from parity.numerics.errors import Tolerance, margin, measure
 from parity.numerics.factors import Uneven, uneven
 from parity.numerics.freedom import UNFUSED
@@ -383,7 +383,7 @@ class UnreadRows:
             return was.masked_fill(hidden.unsqueeze(-1), 0.0)
 
         assumed = Hypothesis("", "rows of zeros", "", (edit(call, (), without),))
-        outputs = outputs_under(self._prepared, (assumed,), torch.float64)
+        outputs = outputs_with(self._prepared, (assumed,), torch.float64)
         golden = self._prepared.golden.outputs
         return outputs is not None and all(agree(outputs[name], x) for name, x in golden.items())
 

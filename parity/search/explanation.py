@@ -23,7 +23,7 @@ from parity.mistakes.catalogue import hypotheses
 from parity.mistakes.codes import CODES, NEEDS, UNEXPLAINED, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import unused_parameters
-from parity.mistakes.under import Passes, outputs_under
+from parity.mistakes.replay import Passes, outputs_with
 from parity.numerics.errors import Deviations, in_fp32
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors, golden_truths, tensors_of
@@ -43,7 +43,7 @@ from parity.search.divergence import (
 )
 from parity.search.failure import Budget, Failure, Tried, few_outputs, on_probes, outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
-from parity.search.in_full import Explanation, is_far_off, is_loud, verified
+from parity.search.in_full import Explanation, exceeds_norm_limit, is_far_off, verified
 from parity.search.misplaced import (
     exchange_findings,
     misread_hypotheses,
@@ -348,9 +348,9 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
         return sorted(found, key=lambda finding: finding.title not in seen)
     # If the search has not confirmed what a filter finds in a loud error, that is a part of another mistake's error.
     # The cause of a loud error, in outputs or in gradients, has helped when the search tried it.
-    quiet = [] if is_loud(of_drawn) else by_filter
-    by_gradients = outputs_tell_little(of_drawn) and is_loud(of_drawn, of_drawn.results)
-    among = screened.helping if is_loud(of_drawn) or by_gradients else None
+    quiet = [] if exceeds_norm_limit(of_drawn) else by_filter
+    by_gradients = outputs_tell_little(of_drawn) and exceeds_norm_limit(of_drawn, of_drawn.results)
+    among = screened.helping if exceeds_norm_limit(of_drawn) or by_gradients else None
     filtered = dataclasses.replace(of_drawn, among=among)
     known_by_filter = quiet or _part(lambda: local_filter_findings(filtered), filtered)
     if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:
@@ -404,7 +404,7 @@ def findings(
     part = partial(_part, failure=failure)
     spoiled = list(non_finite(failed, failure.precision))
     finite = all(result.finite for result in failure.outputs)
-    for work in part(lambda: [work_of(lambda: outputs_under(failure.prepared, (), torch.float64))]):
+    for work in part(lambda: [work_of(lambda: outputs_with(failure.prepared, (), torch.float64))]):
         failure.prepared.clock.forward = work
     trace = next(iter(part(lambda: [failure.trace])), Trace())
     # Gradients that are not finite, or missing, need no further cause if all else is right.
@@ -526,7 +526,7 @@ def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[],
     So many calls could do so that one must explain every tensor, gradients included. An input that is no longer read is
     reported first.
     """
-    if failure.among is not None or not is_loud(failure):
+    if failure.among is not None or not exceeds_norm_limit(failure):
         return
     budget = failure.budget(CHECKS_FOR_OPERANDS)
     listed = other_operand_hypotheses(trace, first_order(), budget.share(0.5))

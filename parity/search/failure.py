@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parity.judge.judge import NONE_DRAWN, gradients_of, judge
 from parity.judge.request import Request, run_again, unchanged
-from parity.numerics.errors import Tolerance, Truth, margin, measure
+from parity.numerics.errors import GoldenTensor, Tolerance, margin, measure
 from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, model_tensors, tensors_of
 from parity.passes.nominal_clock import Clock
@@ -172,7 +172,7 @@ class Failure:
         golden: Tensors,
         models: Sequence[Tensors],
         candidate: Tensors | None = None,
-        leaning: Sequence[Tensors] = (),
+        biased_runs: Sequence[Tensors] = (),
     ) -> list[TensorResult]:
         """Judge the candidate, or another one, against another golden.
 
@@ -185,9 +185,9 @@ class Failure:
         computed = self.candidate if candidate is None else candidate
         if self.is_on_probes:
             golden, computed = as_probed(golden), as_probed(computed)
-            models, leaning = [as_probed(one) for one in models], [as_probed(one) for one in leaning]
-        truths = {key: Truth(tensor) for key, tensor in golden.items()}
-        given = truths, models, computed, self.precision, self.request.calibration, (), NONE_DRAWN, leaning
+            models, biased_runs = [as_probed(one) for one in models], [as_probed(one) for one in biased_runs]
+        truths = {key: GoldenTensor(tensor) for key, tensor in golden.items()}
+        given = truths, models, computed, self.precision, self.request.calibration, (), NONE_DRAWN, biased_runs
         judged = gradients_of(self.request.case, judge(*given, by_average=self.by_average))
         return as_outputs(judged) if self.is_on_probes else list(judged)
 

@@ -19,8 +19,8 @@ from parity.mistakes.codes import finding, repairable
 from parity.mistakes.hypothesis import Hypothesis, more_like_it
 from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
 from parity.mistakes.operations import factor_hypotheses
+from parity.mistakes.replay import Passes, tensors_with
 from parity.mistakes.residuals import Residual, residuals
-from parity.mistakes.under import Passes, tensors_under
 from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
@@ -101,7 +101,7 @@ def _may_explain(failure: Failure, failed: Sequence[TensorResult], golden: Tenso
 
 def _explains(failure: Failure, one: Hypothesis) -> bool:
     """Return whether every tensor is right without the path, up to the larger rounding error with and without it."""
-    if explains(failure, tensors_under(failure.prepared, (one,))):
+    if explains(failure, tensors_with(failure.prepared, (one,))):
         return True
     explanation = verified(failure, (one,))
     return explanation is not None and explanation.complete
@@ -361,7 +361,7 @@ def _one_path_missing(
             value = next(value for value in call.inputs if value.number == number)
             title = "embeddings-not-tied" if any(use.name == "embedding" for use in uses) else "gradient-path-missing"
             hypothesis = Hypothesis(title, title, "", (detached(call, value),))
-            if explains(failure, tensors_under(failure.prepared, (hypothesis,))):
+            if explains(failure, tensors_with(failure.prepared, (hypothesis,))):
                 lacks = f"the gradient of {name} lacks what comes through {call.name} in {call.module}"
                 if len({use.site[::2] for use in uses}) == 1 and _adds_to_main_grad(failure):
                     yield repairable(
@@ -402,7 +402,7 @@ def _one_microbatch(
         for which, part in (("last", parts - 1), ("first", 0)):
             if budget.spent():
                 return
-            gradients = tensors_under(failure.prepared, (), cotangents=_of_part(failure.prepared, parts, part))
+            gradients = tensors_with(failure.prepared, (), cotangents=_of_part(failure.prepared, parts, part))
             if gradients is not None and all(agrees(failure, result, gradients) for result in failed):
                 labels = ", ".join(result.label for result in failed)
                 yield repairable(
@@ -426,7 +426,7 @@ def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace
             if budget.spent():
                 return
             cotangents = _of_part(failure.prepared, parts, part)
-            ran = tensors_under(failure.prepared, (), precision, cotangents)
+            ran = tensors_with(failure.prepared, (), precision, cotangents)
             of_parts += [ran] if ran is not None else []
         orders = (of_parts, of_parts[::-1])  # autograd adds up the parts of one graph from the last
         for dtype, ordered in product((torch.bfloat16, torch.float16), orders):
@@ -502,7 +502,7 @@ def loss_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Ex
     for one in _known(trace):
         if budget.spent():
             break
-        assumed = tensors_under(failure.prepared, (one,))
+        assumed = tensors_with(failure.prepared, (one,))
         if assumed is not None and (left := _share_left_of_failures(failure, assumed)) < _HELPS:
             ranked.append((left, one))
     ranked.sort(key=lambda entry: entry[0])

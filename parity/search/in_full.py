@@ -13,11 +13,11 @@ from torch import Tensor
 
 from parity.judge.second_look import LOOKS, is_hopeless
 from parity.mistakes.hypothesis import Hypothesis
-from parity.mistakes.under import outputs_under, tensors_under
+from parity.mistakes.replay import outputs_with, tensors_with
 from parity.numerics.errors import TINY, norm_of
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED, Kinks
-from parity.numerics.kernel_choices import leaning
+from parity.numerics.freedom import FUSED, KinkSides
+from parity.numerics.kernel_choices import biased_kernels
 from parity.passes.all_passes import Tensors
 from parity.result import Kind, TensorResult
 from parity.search.failure import Failure, few_outputs
@@ -70,7 +70,7 @@ class Explanation:
         return self.left is None
 
 
-def is_loud(failure: Failure, among: Sequence[TensorResult] = ()) -> bool:
+def exceeds_norm_limit(failure: Failure, among: Sequence[TensorResult] = ()) -> bool:
     """Return whether the norm of an error is too large in an output or, if tensors are given, in one of these."""
     return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in among or failure.outputs)
 
@@ -81,7 +81,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     Returns:
         None if an output still fails, or if outputs do not tell enough and a gradient is about as wrong as before.
     """
-    golden = tensors_under(failure.prepared, combination, only_if=partial(_may_explain, failure))
+    golden = tensors_with(failure.prepared, combination, only_if=partial(_may_explain, failure))
     if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
         return None
     if not all(bool(x.isfinite().all()) for x in golden.values()):  # a port that is judged computes finite values
@@ -99,7 +99,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         return None
     drawn: Sequence[TensorResult] = ()
     if failure.on_drawn is not None:
-        golden_as_drawn = tensors_under(failure.on_drawn.prepared, combination)
+        golden_as_drawn = tensors_with(failure.on_drawn.prepared, combination)
         if not _helps_as_drawn(failure.on_drawn, golden_as_drawn):
             return None
         drawn = _as_drawn(failure.on_drawn, combination, golden_as_drawn)
@@ -174,7 +174,7 @@ def _models(
     """
     models: list[Tensors] = []
     for freedom in failure.freedoms:
-        model = tensors_under(failure.prepared, combination, failure.precision, freedom=freedom, only_if=only_if)
+        model = tensors_with(failure.prepared, combination, failure.precision, freedom=freedom, only_if=only_if)
         if model is None:
             break
         models.append(model)
@@ -200,7 +200,7 @@ def _judged(
     If little is left, so is bad luck with single roundings, as at a port's second look. An error that is hardly less
     than before has had that look already, unless the port failed by so much elsewhere that it was cut short.
     """
-    judged, names = failure.judge(golden, models), leaning(failure.precision.rounding)
+    judged, names = failure.judge(golden, models), biased_kernels(failure.precision.rounding)
     results = {result.key: result for result in failure.results}
     for now in judged:
         was = results[now.key]
@@ -215,7 +215,7 @@ def _judged(
     if names and not all(result.passed for result in judged):
         first = failure.freedoms[0]
         leaned = (
-            tensors_under(failure.prepared, combination, failure.precision, freedom=replace(first, kernels=(name,)))
+            tensors_with(failure.prepared, combination, failure.precision, freedom=replace(first, kernels=(name,)))
             for name in names
         )
         granted = [tensors for tensors in leaned if tensors is not None]
@@ -228,7 +228,7 @@ def _judged(
         if all(result.passed for result in judged) or is_hopeless(judged, seed, False, failure.precision.rounding):
             break
         freedom = replace(failure.freedoms[seed % len(failure.freedoms)], jitter=seed)
-        noisy = tensors_under(failure.prepared, combination, failure.precision, freedom=freedom)
+        noisy = tensors_with(failure.prepared, combination, failure.precision, freedom=freedom)
         models = [*models, noisy] if noisy is not None else models
         judged = failure.judge(golden, models, None, granted)
     return judged
@@ -239,10 +239,10 @@ def _beside_kinks(failure: Failure, combination: tuple[Hypothesis, ...]) -> list
 
     The list is empty if there are no kinks.
     """
-    exact, given = Kinks(), (failure.prepared, combination)
-    tensors_under(*given, _unrounded(failure), freedom=FUSED, kinks=exact)
+    exact, given = KinkSides(), (failure.prepared, combination)
+    tensors_with(*given, _unrounded(failure), freedom=FUSED, kinks=exact)
     freedom, sides = failure.freedoms[-1], exact.on_both_sides()
-    moved = (tensors_under(*given, failure.precision, freedom=freedom, kinks=kinks) for kinks in sides)
+    moved = (tensors_with(*given, failure.precision, freedom=freedom, kinks=kinks) for kinks in sides)
     return [tensors for tensors in moved if tensors is not None]
 
 
@@ -273,7 +273,11 @@ def _is_explained(
         for key in [(result.kind, result.name)]
     }
     tells = not few_outputs(failure)
-    evident = tells and is_loud(failure) and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
+    evident = (
+        tells
+        and exceeds_norm_limit(failure)
+        and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
+    )
 
     some_far_off = any(is_far_off(one) for one in before.values() if tells or one.kind != "output")
     gradients = [one for one in before.values() if one.kind.endswith("gradient")]
@@ -361,7 +365,7 @@ def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]
     """Return whether the hypotheses also explain failures on the probing inputs: much of them, or all but rounding."""
     if failure is None:
         return True
-    outputs = outputs_under(failure.prepared, combination, torch.float64)
+    outputs = outputs_with(failure.prepared, combination, torch.float64)
     if outputs is None:
         return False
     for result in failure.outputs:
@@ -370,7 +374,7 @@ def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]
             candidate, right = failure.candidate[key].double(), outputs[result.name]
             left = row_by_row(right, candidate)
             if left > _HELPS_MUCH * row_by_row(failure.golden[key], candidate):
-                model = tensors_under(failure.prepared, combination, failure.precision)
+                model = tensors_with(failure.prepared, combination, failure.precision)
                 if model is None or left > FAITHFUL * row_by_row(right, model[key]):
                     return False
     return True

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parity.mistakes.attention import Attention
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, in_part, ordinal, read_in_part
+from parity.mistakes.replay import BACKWARD, Outputs
 from parity.mistakes.rotation import Rotation
-from parity.mistakes.under import BACKWARD, Outputs
 from parity.numerics.errors import TINY, norm_of
 from parity.search.failure import Budget, Failure, while_it_lasts
 from parity.search.screen import FirstOrder, Screen
@@ -212,14 +212,14 @@ def _can_be_divided(one: Hypothesis) -> bool:
 _Share = Callable[[_Slot, Tensor], Tensor]  # maps a slot and its right tensor to the share of each element
 
 
-def _squared_error(failure: Failure, outputs_under: Outputs, one: Hypothesis, share: _Share) -> Tensor | None:
+def _squared_error(failure: Failure, outputs_with: Outputs, one: Hypothesis, share: _Share) -> Tensor | None:
     """Return half the sum of squared errors if the mistake is made to a share, each output in units of its tolerance.
 
     The result is None if it cannot be computed or is not differentiable.
     """
     edits = tuple(_mixed(edit, share) for edit in one.edits)
     read = None if one.read is None else partial(_read_mixed, one.read, share)
-    outputs = outputs_under.under((replace(one, edits=edits, read=read),))
+    outputs = outputs_with.under((replace(one, edits=edits, read=read),))
     loss = None
     for result in failure.outputs:
         candidate = failure.candidate[result.kind, result.name].double()
@@ -387,7 +387,7 @@ class _Division:
             else:
                 axis = axis_of(failure, slot, shape, self.dim)
             is_part = len(indices) < each * part_of_it.count
-            part = told(indices, each * part_of_it.count, axis) if is_part else ""
+            part = describe_indices(indices, each * part_of_it.count, axis) if is_part else ""
         modules = ", ".join(inside) if len(inside) < len(self.shares) else ""
         return " of ".join(filter(None, (part, modules)))
 
@@ -634,7 +634,7 @@ def _largest_range(gains: Tensor) -> list[int]:
     return list(range(begin, end))
 
 
-def told(indices: Sequence[int], count: int, axis: str) -> str:
+def describe_indices(indices: Sequence[int], count: int, axis: str) -> str:
     """Return indices in words, as people would name them.
 
     Args:

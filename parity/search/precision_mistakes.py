@@ -22,7 +22,7 @@ from parity.case.weight_map import Side, describe, names, pack, shape_of, unpack
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
 from parity.mistakes.losses import log_softmaxes, returned_log_probs
-from parity.mistakes.under import tensors_under
+from parity.mistakes.replay import tensors_with
 from parity.numerics.errors import norm_of
 from parity.numerics.formats import Format, Rounding, largest, spacing, tf32
 from parity.numerics.freedom import FUSED
@@ -75,7 +75,7 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
     # A wrong forward pass spoils gradients in its own ways, so outputs count first. But what a handful of numbers tells
     # about their rounding is chance.
     outputs = [result for result in wrong if result.kind == "output" and math.prod(result.shape) >= _MANY]
-    own = tensors_under(failure.prepared, (), failure.precision)
+    own = tensors_with(failure.prepared, (), failure.precision)
     if own is None or not wrong:
         return []
     nearest: dict[str, tuple[tuple[float, float], _Mistake]] = {}  # by title
@@ -88,7 +88,7 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
             break
         precision = replace(failure.precision, rounding=mistake.rounding)
         with mistake.inside():
-            other = tensors_under(failure.prepared, (), precision, freedom=FUSED, only_if=may_leave)
+            other = tensors_with(failure.prepared, (), precision, freedom=FUSED, only_if=may_leave)
         if other is None:
             continue
         shares = {result.label: _share(failure, result, other, own) for result in wrong}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity.case.transfer import counterparts
 from parity.mistakes.codes import CODES, repairable
-from parity.mistakes.under import tensors_under
+from parity.mistakes.replay import tensors_with
 from parity.numerics.errors import TINY, difference, margin, measure, norm_of, relative_l2
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_inputs
@@ -391,9 +391,9 @@ def _agrees(failure: Failure, kept: dict[str, Tensor]) -> bool:
             return None
         return {key: x * kept[key[1]] if key[0] == "output" and key[1] in kept else x for key, x in tensors.items()}
 
-    golden = zeroed(tensors_under(failure.prepared, (), cotangents=cotangents))
+    golden = zeroed(tensors_with(failure.prepared, (), cotangents=cotangents))
     models = [
-        zeroed(tensors_under(failure.prepared, (), failure.precision, cotangents, freedom))
+        zeroed(tensors_with(failure.prepared, (), failure.precision, cotangents, freedom))
         for freedom in failure.freedoms
     ]
     candidate = zeroed(failure.rerun(cotangents=cotangents))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.alternatives import SMALL, written_near
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights
-from parity.mistakes.under import BACKWARD, Outputs, Passes, differentiable_outputs, outputs_under
+from parity.mistakes.replay import BACKWARD, Outputs, Passes, differentiable_outputs, outputs_with
 from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
 from parity.result import Kind
@@ -226,7 +226,7 @@ class Screen:
             for result in failure.outputs
             if result.numel
         )
-        plain = outputs_under(self._prepared, (), torch.float32)
+        plain = outputs_with(self._prepared, (), torch.float32)
         exact = plain is not None and self._error(plain, False, self._golden) < _FP32_IS_EXACT * self._before[False]
         self._dtype = torch.float32 if exact else torch.float64
         self._outputs = functools.cache(self._outputs_of)
@@ -278,7 +278,7 @@ class Screen:
         ]
         row = int(torch.stack(errors).sum(0).argmax())
         rows = slice(row, row + 1)
-        alone = outputs_under(self._prepared, (), torch.float64, rows)
+        alone = outputs_with(self._prepared, (), torch.float64, rows)
         independent = alone is not None and all(
             alone[name].shape == x[rows].shape and torch.allclose(alone[name], x[rows], rtol=1e-5, atol=1e-7)
             for name, x in self._golden.items()

@@ -26,13 +26,13 @@ import torch
 
 from parity.mistakes.alternatives import is_written
 from parity.mistakes.hypothesis import Hypothesis, Scope, at_places, together
-from parity.mistakes.under import tensors_under
+from parity.mistakes.replay import tensors_with
 from parity.numerics.errors import TINY
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.prepare import calls_of
 from parity.search.divergence import Divergence, scaled_outputs
 from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little, while_it_lasts
-from parity.search.in_full import Explanation, hardly_less, is_loud, row_by_row, verified
+from parity.search.in_full import Explanation, exceeds_norm_limit, hardly_less, row_by_row, verified
 from parity.search.parts import in_parts
 from parity.search.screen import (
     FAITHFUL,
@@ -246,7 +246,7 @@ def _by_stages(
                 at_several = _at_several(known, some, tried)
                 found = _complete(search, _screened(search, at_several, some, budget.more(_FOR_SEVERAL)))
             for_constants = min(spend, budget.more(_FOR_CONSTANTS), key=lambda part: part.seconds)
-            if not found or not is_loud(search.failure):
+            if not found or not exceeds_norm_limit(search.failure):
                 fitted = tuned(search.screen, some, for_constants, _enough(search.failure))
                 better = _verified(search, fitted, spend)
                 if not any(one.complete for one in better):
@@ -374,7 +374,7 @@ def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> t
 
     The result is None if the mistakes do not explain most of each error.
     """
-    golden = tensors_under(failure.prepared, combination)
+    golden = tensors_with(failure.prepared, combination)
     if golden is None:
         return None
     found = []
@@ -600,7 +600,7 @@ def _refitted(search: _Search, fitted: Sequence[Ranked], budget: Budget) -> list
 def _enough(failure: Failure, explained: float = _TO_VERIFY) -> float:
     """Return the share of the error that is left if this share of its square beyond rounding is explained."""
     by_gradients = outputs_tell_little(failure)
-    if not is_loud(failure) and not by_gradients:
+    if not exceeds_norm_limit(failure) and not by_gradients:
         return HELPS_LITTLE
     results = [one for one in failure.results if not one.passed and one.finite] if by_gradients else failure.outputs
     error, noise = (

@@ -357,11 +357,11 @@ _MULTIPLY = {
     _aten.baddbmm.default: _aten.bmm.default,
 }
 # If an operand changes by more than this share of its norm, it is another GEMM of the same shapes.
-_SMALL = 0.05
+_SAME_OPERAND = 0.05
 # The share of a change's norm that FP32 loses.
 _LOST = 1e-7
 # This number of rows is enough to see that most changes do not scale rows.
-_FEW = 4
+_ROWS_LOOKED_AT = 4
 # FP32 holds products to full precision if their operands' norms are in this range.
 _LEAST, _MOST = 1e-15, 1e15
 
@@ -490,12 +490,12 @@ def _find_change(x: Tensor, golden: Tensor) -> _Change | None:
 def _is_small(left: _Change, product: _Product) -> bool:
     """Return whether the change of the left operand is small, and FP32 holds its products to full precision."""
     golden, right = product.norms
-    return _LEAST <= left.norm <= _SMALL * golden and _LEAST <= right <= _MOST
+    return _LEAST <= left.norm <= _SAME_OPERAND * golden and _LEAST <= right <= _MOST
 
 
 def _factors_of_rows(change: Tensor, golden: Tensor) -> Tensor | None:
     """Return the change as a factor of each row of golden's operand, ``[..., rows, 1]``, or None if it is not one."""
-    for rows in (slice(_FEW), slice(None)):
+    for rows in (slice(_ROWS_LOOKED_AT), slice(None)):
         some, of_golden = change[..., rows, :], golden[..., rows, :]
         squares = of_golden.square().sum(-1, keepdim=True)
         factors = (some * of_golden).sum(-1, keepdim=True) / squares.clamp_(min=torch.finfo(squares.dtype).tiny)

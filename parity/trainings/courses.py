@@ -54,7 +54,7 @@ class Computed:
 
 
 @dataclass
-class Without:
+class BaselineTraining:
     """The training of the candidate without the switch, which can be repeated any number of times.
 
     Attributes:
@@ -94,7 +94,7 @@ class Without:
 
 
 @dataclass(frozen=True)
-class Beside:
+class PairedStep:
     """A step with the switch, beside the same step without it.
 
     Attributes:
@@ -107,7 +107,7 @@ class Beside:
     number: int
     stepped: Stepped
     computed: Computed
-    without: Without
+    without: BaselineTraining
 
     @property
     def differing(self) -> list[str]:
@@ -143,7 +143,7 @@ def side_by_side(
     stack: ExitStack,
     begin: Callable[[Trainee], object],
     words: str = "in another way",
-) -> tuple[Trainee, Without]:
+) -> tuple[Trainee, BaselineTraining]:
     """Return a candidate that is trained with a switch from now on, and its training without the switch.
 
     In a CUDA graph, TE may choose another attention kernel, which rounds differently, because cuDNN up to 9.15.0
@@ -154,7 +154,7 @@ def side_by_side(
         begin: switches the candidate over; may raise anything.
         words: describe the switch in a note, such as "in a graph".
     """
-    without = Without(make, seed)
+    without = BaselineTraining(make, seed)
     trainee, chosen = _begin_with_switch(without, begin, stack)
     usual = _train_without_switch(without, steps)
     backends = [one for one in BACKENDS if any(ran.startswith(one) for ran in chosen)]
@@ -170,7 +170,7 @@ def side_by_side(
 
 
 def _begin_with_switch(
-    without: Without, begin: Callable[[Trainee], object], stack: ExitStack
+    without: BaselineTraining, begin: Callable[[Trainee], object], stack: ExitStack
 ) -> tuple[Trainee, list[str]]:
     """Return a candidate with the switch, and the attention kernels that ran while it was switched over."""
     trainee = stack.enter_context(without.begun())
@@ -187,7 +187,7 @@ def _begin_with_switch(
     return trainee, list(ran)
 
 
-def _train_without_switch(without: Without, steps: int) -> list[str]:
+def _train_without_switch(without: BaselineTraining, steps: int) -> list[str]:
     """Make and keep the steps without the switch, and return the attention kernels that ran."""
     with without.begun() as trainee, attention_backends(without.attention) as ran:
         without.steps = [without.made(trainee, number)[1] for number in range(1, steps + 1)]
@@ -263,7 +263,7 @@ def of_candidate(
     """Train the candidate once more from the beginning, and return that training."""
     first = prepared_step(step_case(case, 1, None, seed), checked, precision.dtype, seed, kernels)
     course = Course()
-    with Without(lambda: Trainee(case, checked, first, precision, seed, kernels), seed).begun() as trainee:
+    with BaselineTraining(lambda: Trainee(case, checked, first, precision, seed, kernels), seed).begun() as trainee:
         for number in range(1, steps + 1):
             stepped = trainee.step(trainee.batch(number))
             loss = stepped.tensors["output", "output"]

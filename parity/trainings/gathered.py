@@ -21,7 +21,7 @@ from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared, build
 from parity.ranks.launch import RanksFailed, launch
-from parity.ranks.layout import Degrees, Piece, Whole, places
+from parity.ranks.layout import Degrees, GatheredTensor, Shard, places
 from parity.result import Finding, Result
 from parity.trainings.on_rank import FOR_PASSES, Given, OnRank
 from parity.user_error import UserError
@@ -87,16 +87,16 @@ def ended(request: Request, error: RanksFailed, made: Degrees) -> Result:
     return request.result("error", reason=told + others, traceback=first.where)
 
 
-def put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> list[Whole]:
+def put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> list[GatheredTensor]:
     """Return each whole tensor of the candidate, with the ranks' pieces of it."""
     golden = prepared.golden
     shapes = {name: tuple(x.shape) for name, x in prepared.candidate_weights.items()}
     linear = transfer.gradients_to_candidate(prepared.weights, golden.weight_gradients, shapes)
-    wholes: dict[tuple[str, str], Whole] = {}
+    wholes: dict[tuple[str, str], GatheredTensor] = {}
 
     def add(kind: Any, name: str, rank: int, x: Tensor, split: Any, exact: Tensor) -> None:
-        one = wholes.setdefault((kind, name), Whole(kind, name, exact, []))
-        one.pieces.append(Piece(rank, x, split, places(exact.shape, split, made, rank)))
+        one = wholes.setdefault((kind, name), GatheredTensor(kind, name, exact, []))
+        one.pieces.append(Shard(rank, x, split, places(exact.shape, split, made, rank)))
 
     for rank, one in enumerate(ran):
         for name, x in one.outputs.items():
@@ -113,7 +113,7 @@ def put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> li
     return [with_parts_joined(one, made) if one.kind == "input gradient" else one for one in wholes.values()]
 
 
-def with_parts_joined(whole: Whole, made: Degrees) -> Whole:
+def with_parts_joined(whole: GatheredTensor, made: Degrees) -> GatheredTensor:
     """Return an input's gradient, with the parts of it on data and context parallel ranks joined.
 
     If an input is whole on each rank, the pair itself may divide it. Then each rank has the gradient of its part, and
@@ -145,7 +145,7 @@ def unreached_by(ran: Sequence[OnRank]) -> tuple[str, ...]:
     return tuple(sorted(unreached - reached))
 
 
-def in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
+def in_reference_layout(wholes: Sequence[GatheredTensor], prepared: Prepared) -> Tensors:
     """Return the ranks' outputs and gradients, joined and in the reference's layout."""
     tensors: Tensors = {
         (kind, one.name): one.joined() for one in wholes for kind in ("output", "input gradient") if one.kind == kind
@@ -158,7 +158,7 @@ def in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
     return tensors | {("weight gradient", name): x for name, x in moved.items()}
 
 
-def replicas_apart(wholes: Sequence[Whole]) -> Finding | None:
+def replicas_apart(wholes: Sequence[GatheredTensor]) -> Finding | None:
     """Return a finding if ranks that hold the same part of a tensor have different values, else None."""
     found = [(one, ranks) for one in wholes if (ranks := one.find_differing_ranks())]
     if not found:
@@ -172,7 +172,7 @@ def replicas_apart(wholes: Sequence[Whole]) -> Finding | None:
     )
 
 
-def with_limits(wholes: Sequence[Whole], result: Result, prepared: Prepared) -> list[Whole]:
+def with_limits(wholes: Sequence[GatheredTensor], result: Result, prepared: Prepared) -> list[GatheredTensor]:
     """Return the tensors with the limits on their errors; if the reference has one in parts, with the largest limit."""
     limits: dict[tuple[str, str], float] = {}
     of_parameter = {

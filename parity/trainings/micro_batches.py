@@ -154,7 +154,7 @@ class Made:
     off: dict[str, float]
 
 
-_FEW = 4096  # elements of each gradient that shares are fitted to
+_MOST_FITTED = 4096  # elements of each gradient that shares are fitted to
 # This argument tells TE's modules whether to quantize their weights again; no reference takes it.
 _OF_TE = "is_first_microbatch"
 
@@ -202,7 +202,7 @@ def shares_made(
 
 
 def _sample_elements(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1)[:: max(x.numel() // _FEW, 1) | 1].double()
+    return x.detach().reshape(-1)[:: max(x.numel() // _MOST_FITTED, 1) | 1].double()
 
 
 def _compute_relative_l2(x: Tensor, right: Tensor) -> float:

@@ -25,7 +25,7 @@ from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
 from parity.passes.prepare import Prepared, build
-from parity.ranks.layout import Degrees, Whole, part, places
+from parity.ranks.layout import Degrees, GatheredTensor, part, places
 from parity.result import Finding, Result, Switch
 from parity.shown import few_of
 from parity.te.state import Kept
@@ -91,7 +91,7 @@ class TraineeOverRanks:
         by_rank = on_all_ranks(steps_on_rank, GivenSteps(given, batches, switch), made, TIMEOUT * steps)
         self._steps: list[tuple[StepOnRank, ...]] = list(zip(*by_rank, strict=True))
         self._next = 0
-        self._wholes: list[Whole] = []
+        self._wholes: list[GatheredTensor] = []
 
     @property
     def weights(self) -> Named:
@@ -186,7 +186,7 @@ class TraineeOverRanks:
         """Return the number by which ranks multiply their gradients before they average them."""
         return float(self.made.dp) if self._last_step[0].loss_over.get("dp") else 1.0
 
-    def _added_up(self, loss: Whole) -> Whole:
+    def _added_up(self, loss: GatheredTensor) -> GatheredTensor:
         """Return the loss of the whole batch on each rank.
 
         Ranks that divide a batch or a sequence hold parts of the loss that add up, or the means of their parts. If the

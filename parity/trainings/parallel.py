@@ -35,7 +35,7 @@ from parity.passes.modes import usual_modes
 from parity.passes.one_pass import named_inputs, outputs_of, run, with_inputs
 from parity.passes.prepare import Prepared, cast, prepare
 from parity.ranks.launch import RanksFailed
-from parity.ranks.layout import Degrees, Whole
+from parity.ranks.layout import Degrees, GatheredTensor
 from parity.result import Finding, Result, as_printable, label_of_way
 from parity.shown import few_of
 from parity.te import Kernels, Precision, why_refused
@@ -134,7 +134,7 @@ def _compare_over_ranks(
 def _between_ranks(
     result: Result,
     ran: Sequence[OnRank],
-    wholes: Sequence[Whole],
+    wholes: Sequence[GatheredTensor],
     apart: Finding | None,
     made: Degrees,
     prepared: Prepared,
@@ -164,7 +164,7 @@ def _between_ranks(
 def _explain_failure(
     result: Result,
     judged: Comparison,
-    wholes: Sequence[Whole],
+    wholes: Sequence[GatheredTensor],
     apart: Finding | None,
     ran: Sequence[OnRank],
     made: Degrees,

@@ -332,14 +332,14 @@ class Journal:
 
 # TE offloads no tensor of fewer than 256k elements (``_check_if_offload`` there). Pairs are usually smaller, and the
 # mistakes of offloading do not depend on size.
-_SMALL = 256 * 1024
+_LEAST_OFFLOADED = 256 * 1024
 
 
 def _is_small_and_may_be(x: Any) -> bool:
     """Return whether TE would offload a tensor if it were larger."""
     is_kept = isinstance(x, nn.Parameter) or getattr(x, "_TE_do_not_offload", False)
     of_device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    return not is_kept and 0 < x.numel() < _SMALL and x.is_contiguous() and x.device.type == of_device
+    return not is_kept and 0 < x.numel() < _LEAST_OFFLOADED and x.is_contiguous() and x.device.type == of_device
 
 
 # Show what the same training saves without offloading, and what it would compute if it read something else back.

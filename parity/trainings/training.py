@@ -53,7 +53,7 @@ from parity.te import Kernels, Precision, why_refused
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.state import fresh_caches, fresh_quantization, is_quantized
 from parity.trace.effects import undisturbed
-from parity.trainings.courses import Beside, Without, of_reference, side_by_side
+from parity.trainings.courses import BaselineTraining, PairedStep, of_reference, side_by_side
 from parity.trainings.gathered import NO_RANKS, ended
 from parity.trainings.micro_batches import buffers_read, shares_made
 from parity.trainings.over_ranks import TraineeOverRanks
@@ -137,7 +137,7 @@ class _Run:
     switch: Switch
     diagnosis: float | None
     trainee: Trainee | TraineeOverRanks
-    without: Without | None
+    without: BaselineTraining | None
     replay: Replay
     history: list[Update] = field(default_factory=list)
     told: list[Step] = field(default_factory=list)
@@ -200,7 +200,7 @@ class _Made:
     prepared: Prepared
     stepped: Stepped
     buffers: Named = field(default_factory=dict)
-    beside: Beside | None = None
+    beside: PairedStep | None = None
     lost: Finding | None = None
 
 
@@ -351,7 +351,7 @@ def _make_trainee(
     switch: Switch,
     resuming: ExitStack,
     made: Degrees | None,
-) -> tuple[Trainee | TraineeOverRanks, Without | None]:
+) -> tuple[Trainee | TraineeOverRanks, BaselineTraining | None]:
     """Return the candidate before its first step and, if it uses a graph or offloading, the same training without.
 
     Raises:
@@ -415,7 +415,7 @@ def _make_step(run: _Run, step: Case, number: int, prepared: Prepared, resuming:
 
 
 def _make_step_beside(
-    run: _Run, step: Case, number: int, prepared: Prepared, trainee: Trainee, without: Without
+    run: _Run, step: Case, number: int, prepared: Prepared, trainee: Trainee, without: BaselineTraining
 ) -> _Made:
     """Let the candidate make a step that is compared with the same step without a graph or offloading.
 
@@ -429,7 +429,7 @@ def _make_step_beside(
             raise
         reason = f"step {number} is the first wrong step"
         raise _Ended(run.result("failed", reason=reason, findings=(told,))) from error
-    beside = (Beside if run.switch == "offload" else Replayed)(number, stepped, computed, without)
+    beside = (PairedStep if run.switch == "offload" else Replayed)(number, stepped, computed, without)
     if not beside.differing or beside.is_reproducible:
         return _Made(number, step, prepared, stepped, beside=beside)
     what = _WITHOUT[run.switch]
@@ -462,7 +462,7 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
     return dataclasses.replace(judged, findings=(wrong,)) if wrong else judged
 
 
-def _with_differences(run: _Run, made: _Made, beside: Beside, trainee: Trainee, judged: Result) -> Result:
+def _with_differences(run: _Run, made: _Made, beside: PairedStep, trainee: Trainee, judged: Result) -> Result:
     """Return the verdict with the reason why a step differs from the same step without a graph or offloading."""
     explained = None if judged.passed else partial(_explain_wrong_step, run, made, judged)
     differing = dataclasses.replace(judged, status="failed") if judged.passed else judged

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from parity.mistakes.codes import repairable
 from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.replay import outputs_with
 from parity.mistakes.rotation import counted_as, rotations
-from parity.mistakes.under import outputs_under
 from parity.passes.prepare import Prepared, calls_of
-from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Piece, Split, Whole, part, places
+from parity.ranks.layout import DIVIDING, AxisName, Degrees, GatheredTensor, Over, Shard, Split, part, places
 from parity.result import Finding
 from parity.user_error import UserError
 
@@ -38,10 +38,12 @@ class _Guess:
     title: str
     told: str
     repair: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[Shard]
 
 
-def explained_over_ranks(wholes: Sequence[Whole], made: Degrees, weights: Mapping[str, Tensor]) -> tuple[Finding, ...]:
+def explained_over_ranks(
+    wholes: Sequence[GatheredTensor], made: Degrees, weights: Mapping[str, Tensor]
+) -> tuple[Finding, ...]:
     """Return the findings that explain the errors of tensors that ranks have computed.
 
     Outputs come before gradients, since a wrong output spoils everything that follows from it.
@@ -64,7 +66,7 @@ def explained_over_ranks(wholes: Sequence[Whole], made: Degrees, weights: Mappin
     return ()
 
 
-def _other_weights(whole: Whole) -> tuple[str, str]:
+def _other_weights(whole: GatheredTensor) -> tuple[str, str]:
     worst = max(whole.pieces, key=lambda piece: whole.off([piece]))
     return (
         f"on rank {worst.rank}, {{what}} differs from the reference's, converted by the map, by "
@@ -74,7 +76,7 @@ def _other_weights(whole: Whole) -> tuple[str, str]:
 
 
 def explained_by_outputs(
-    wholes: Sequence[Whole], gradients_of: Callable[[str], Mapping[tuple[str, str], Tensor]]
+    wholes: Sequence[GatheredTensor], gradients_of: Callable[[str], Mapping[tuple[str, str], Tensor]]
 ) -> tuple[Finding, ...]:
     """Return findings on how often each of several outputs counts in the gradients, if that explains them.
 
@@ -109,7 +111,7 @@ def explained_by_outputs(
 
 
 def explained_by_inputs(
-    wholes: Sequence[Whole],
+    wholes: Sequence[GatheredTensor],
     made: Degrees,
     splits: Mapping[str, Split],
     inputs: Mapping[str, Tensor],
@@ -154,7 +156,7 @@ def explained_by_inputs(
 
 
 def explained_by_positions(
-    wholes: Sequence[Whole], made: Degrees, splits: Mapping[str, Split], prepared: Prepared
+    wholes: Sequence[GatheredTensor], made: Degrees, splits: Mapping[str, Split], prepared: Prepared
 ) -> tuple[Finding, ...]:
     """Return a finding if ranks that divide a sequence rotate by wrong positions, and this explains the outputs.
 
@@ -172,7 +174,7 @@ def explained_by_positions(
     for over, told, positions in _list_wrong_positions(seq.pop(), splits, made):
         counted = tuple(edit for one in turned for edit in counted_as(positions)(one))
         mistake = Hypothesis("rope-position", told, told, counted)
-        right = outputs_under(prepared, [mistake], torch.float64) if counted else None
+        right = outputs_with(prepared, [mistake], torch.float64) if counted else None
         if right is None:
             continue
         if all(_is_as(one, _parts_of(right[one.name], splits.get(one.name, ()), made)) for one in outputs):
@@ -238,13 +240,13 @@ def _move_parts(x: Tensor, split: Split, other: Split, made: Degrees) -> Tensor:
     return moved.view(x.shape)
 
 
-def may_be_left(whole: Whole) -> float:
+def may_be_left(whole: GatheredTensor) -> float:
     """Return the error that an explanation may leave in a tensor, relative to the whole."""
     off = whole.off()
     return max(_LEFT * off, min(whole.limit, _LEFT_WITHIN_LIMIT * off))
 
 
-def _is_as(whole: Whole, right: Sequence[Tensor | None]) -> bool:
+def _is_as(whole: GatheredTensor, right: Sequence[Tensor | None]) -> bool:
     """Return whether each rank's piece equals the one in ``right``, given by rank, up to rounding."""
     limit = may_be_left(whole)
     for piece in whole.pieces:
@@ -263,7 +265,7 @@ def _make_finding(title: str, text: str, repair: str, kind: str, names: Sequence
     return repairable(title, text.format(what=f"the {what}{more}"), repair)
 
 
-def _find_best_guess(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess | None:
+def _find_best_guess(whole: GatheredTensor, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess | None:
     if not whole.off():
         return None
     offs = [(whole.off(guess.pieces), guess) for guess in _list_guesses(whole, made, weights)]
@@ -271,7 +273,7 @@ def _find_best_guess(whole: Whole, made: Degrees, weights: Mapping[str, Tensor])
     return best if left <= may_be_left(whole) else None
 
 
-def _list_guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:
+def _list_guesses(whole: GatheredTensor, made: Degrees, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:
     for axis in (axis for axis in DIVIDING if made.of(axis) > 1):
         yield from _guess_wrong_reduction(whole, made, axis)
         yield from _in_another_order(whole, made, axis)
@@ -281,7 +283,7 @@ def _list_guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) ->
             yield from _with_biases(whole, made, axis, weights)
 
 
-def _guess_wrong_reduction(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+def _guess_wrong_reduction(whole: GatheredTensor, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     """Yield the guesses that ranks of an axis, which have the same part, have reduced it wrongly."""
     count = made.of(axis)
     own = {one.rank: one for one in whole.pieces}  # an expert's weight is on some ranks only
@@ -323,7 +325,7 @@ def _guess_wrong_reduction(whole: Whole, made: Degrees, axis: AxisName) -> Itera
     )
 
 
-def _find_distinct_values(pieces: Sequence[Piece]) -> list[Tensor]:
+def _find_distinct_values(pieces: Sequence[Shard]) -> list[Tensor]:
     """Return the distinct values of ranks' pieces."""
     found: list[Tensor] = []
     for piece in pieces:
@@ -332,7 +334,7 @@ def _find_distinct_values(pieces: Sequence[Piece]) -> list[Tensor]:
     return found
 
 
-def _guess_unequal_factors(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+def _guess_unequal_factors(whole: GatheredTensor, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     """Yield the guess that each rank of an axis has its own part of the whole times a factor of its own."""
     if whole.kind != "input gradient" or all(one.axis != axis for one in whole.pieces[0].split):
         return
@@ -360,7 +362,7 @@ def _guess_unequal_factors(whole: Whole, made: Degrees, axis: AxisName) -> Itera
     )
 
 
-def _guess_multiplied_loss(pieces: Sequence[Piece], factor: float, count: int, axis: AxisName) -> Iterator[_Guess]:
+def _guess_multiplied_loss(pieces: Sequence[Shard], factor: float, count: int, axis: AxisName) -> Iterator[_Guess]:
     for right, title, told in (
         (count, "reduced-twice", f"{count} times the right one on each rank of {axis}: a loss is multiplied"),
         (1 / count, "averaged-over-ranks", f"1/{count} of the right one on each rank of {axis}: a loss is divided"),
@@ -374,7 +376,7 @@ def _guess_multiplied_loss(pieces: Sequence[Piece], factor: float, count: int, a
             )
 
 
-def _added_to_other_parts(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+def _added_to_other_parts(whole: GatheredTensor, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     """Yield the guess that ranks of an axis that divides the tensor have added other ranks' parts to their own."""
     if all(one.axis != axis for one in whole.pieces[0].split):
         return
@@ -393,7 +395,7 @@ def _added_to_other_parts(whole: Whole, made: Degrees, axis: AxisName) -> Iterat
     )
 
 
-def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+def _in_another_order(whole: GatheredTensor, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     """Yield the guesses that the pieces are parts of the whole in another order than declared."""
     count, shape = made.of(axis), tuple(whole.exact.shape)
     over = next((one for one in whole.pieces[0].split if one.axis == axis), None)
@@ -439,7 +441,7 @@ def _list_other_splits(over: Over) -> Iterator[tuple[Over, str, str]]:
 
 
 def _find_places_elsewhere(
-    whole: Whole, made: Degrees, piece: Piece, moved: Mapping[AxisName, Sequence[int]]
+    whole: GatheredTensor, made: Degrees, piece: Shard, moved: Mapping[AxisName, Sequence[int]]
 ) -> Tensor:
     """Return the places of a piece as if it were that of another rank."""
     place = made.place(piece.rank)
@@ -447,7 +449,7 @@ def _find_places_elsewhere(
     return next((one.places for one in whole.pieces if made.place(one.rank) == other), piece.places)
 
 
-def _gathered_otherwise(whole: Whole, count: int, axis: AxisName) -> Iterator[_Guess]:
+def _gathered_otherwise(whole: GatheredTensor, count: int, axis: AxisName) -> Iterator[_Guess]:
     """Yield the guesses that a tensor that each rank has whole was gathered from parts in the wrong order."""
     shape = whole.exact.shape
     if whole.kind == "weight gradient" or any(one.values.shape != shape for one in whole.pieces):
@@ -479,7 +481,9 @@ def _list_balanced_orders(parts: int) -> Iterator[tuple[int, ...]]:
     yield made
 
 
-def _with_biases(whole: Whole, made: Degrees, axis: AxisName, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:
+def _with_biases(
+    whole: GatheredTensor, made: Degrees, axis: AxisName, weights: Mapping[str, Tensor]
+) -> Iterator[_Guess]:
     """Yield the guesses that each rank of an axis adds a bias."""
     count = made.of(axis)
     for name, bias in weights.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 from parity.mistakes.codes import repairable
 from parity.passes.one_pass import as_arguments
 from parity.passes.prepare import Prepared
-from parity.ranks.layout import AXES, AxisName, Degrees, Piece, Pipeline, Whole
+from parity.ranks.layout import AXES, AxisName, Degrees, GatheredTensor, Pipeline, Shard
 from parity.result import Finding, Result
 from parity.shown import few_of
 from parity.trace.digests import Drop
@@ -29,7 +29,7 @@ _ROUNDED = 2.0**-8  # how far off weights may be, as in ``over_ranks``
 
 
 def explained_by_stages(
-    wholes: Sequence[Whole],
+    wholes: Sequence[GatheredTensor],
     ran: Sequence[OnRank],
     made: Degrees,
     gradients: Mapping[str, Tensor],
@@ -71,7 +71,7 @@ def _of_missing(weights: Mapping[str, Tensor], held: Mapping[str, set[int]]) -> 
     )
 
 
-def _of_loading(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
+def _of_loading(wholes: Sequence[GatheredTensor], made: Degrees) -> Finding | None:
     """Return a finding if a stage's parameter holds the values of another parameter."""
     weights = [one for one in wholes if one.kind == "weight"]
     for one in weights:
@@ -108,7 +108,7 @@ def _of_order(weights: Mapping[str, Tensor], held: Mapping[str, set[int]], resul
     )
 
 
-def _of_tied(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
+def _of_tied(wholes: Sequence[GatheredTensor], made: Degrees) -> Finding | None:
     """Return a finding if the gradient of a weight that several stages hold is right once it is reduced correctly."""
     for whole in (one for one in wholes if one.kind == "weight gradient"):
         for told, repair, pieces in _guess_reductions(whole, made):
@@ -117,7 +117,7 @@ def _of_tied(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
     return None
 
 
-def _guess_reductions(whole: Whole, made: Degrees) -> Iterator[tuple[str, str, list[Piece]]]:
+def _guess_reductions(whole: GatheredTensor, made: Degrees) -> Iterator[tuple[str, str, list[Shard]]]:
     own = {one.rank: one for one in whole.pieces}
     groups = [group for peers in made.peers("pp") if len(group := [own[rank] for rank in peers if rank in own]) > 1]
     if not groups or sum(map(len, groups)) < len(own):
@@ -166,7 +166,7 @@ _NORM, _NARROW_NORM = 1e-4, 1e-2
 
 
 def wrong_norm(
-    norms: Sequence[float | None], wholes: Sequence[Whole], made: Degrees, exact: float = _NORM
+    norms: Sequence[float | None], wholes: Sequence[GatheredTensor], made: Degrees, exact: float = _NORM
 ) -> Finding | None:
     """Return a finding if a rank's norm of all gradients is wrong, else None.
 
@@ -213,7 +213,7 @@ def wrong_norm(
     )
 
 
-def _counted_otherwise(one: Whole, rank: int, right: float) -> dict[str, tuple[float, str]]:
+def _counted_otherwise(one: GatheredTensor, rank: int, right: float) -> dict[str, tuple[float, str]]:
     """Return, for each way to miscount one gradient, the square of the resulting norm and the repair."""
     once, held = _sum_squares(one.joined()), [_sum_squares(piece.values) for piece in one.pieces]
     own = next((_sum_squares(piece.values) for piece in one.pieces if piece.rank == rank), 0.0)
@@ -247,7 +247,7 @@ def _sum_squares(x: Tensor) -> float:
 # Dropout over ranks: they must drop the same elements of a tensor that each has, and drop others independently.
 
 
-def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[Whole], made: Degrees) -> Finding | None:
+def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[GatheredTensor], made: Degrees) -> Finding | None:
     """Return a finding if ranks drop the wrong elements, else None.
 
     Two ranks have the same tensor if its bits are the same, so no layer needs to be known. All ranks must drop the same

@@ -26,7 +26,7 @@ from parity.result import Finding
 from parity.shown import few_of, raised
 from parity.te.state import is_quantized
 from parity.trace.whose import Owner, is_of_te, module_of, users_line, whose
-from parity.trainings.courses import Beside, Computed
+from parity.trainings.courses import Computed, PairedStep
 from parity.trainings.steps import Batch, Trainee, digest
 from parity.trainings.switches import DIFFERENTIATED, GENERATED, TRACED, Exchange, Journal, NotCaptured
 
@@ -50,7 +50,7 @@ def not_captured(error: NotCaptured) -> Finding:
 
 
 @dataclass(frozen=True)
-class Replayed(Beside):
+class Replayed(PairedStep):
     """A step that a graph has computed differently from the training without graphs."""
 
     def without_graph(self, change: Callable[[Trainee, list[Value]], Batch | None]) -> Computed:
@@ -366,7 +366,7 @@ def _is_of_offloading(error: BaseException) -> bool:
     return any(module_of(frame).endswith(".cpu_offload") and whose(frame) is Owner.TE for frame in frames)
 
 
-def offload_explained(beside: Beside, journal: Journal) -> Finding:
+def offload_explained(beside: PairedStep, journal: Journal) -> Finding:
     """Return the finding on why a step with offloading differs from that of the same training without it."""
     differing = beside.differing
     return (
@@ -384,7 +384,7 @@ def offload_explained(beside: Beside, journal: Journal) -> Finding:
 
 
 def _run_without_offloading(
-    beside: Beside, where: int, exchange: Exchange, seen: list[Tensor] | None = None
+    beside: PairedStep, where: int, exchange: Exchange, seen: list[Tensor] | None = None
 ) -> tuple[Computed, Trainee]:
     """Return the step's results without offloading, with other tensors read back in one step, and the candidate."""
     with beside.without.begun() as trainee:
@@ -396,12 +396,12 @@ def _run_without_offloading(
     return computed, trainee
 
 
-def _is_made_by(beside: Beside, exchange: Exchange) -> bool:
+def _is_made_by(beside: PairedStep, exchange: Exchange) -> bool:
     """Return whether the step without offloading equals the offloaded one if other tensors are read back in it."""
     return not _run_without_offloading(beside, beside.number, exchange)[0].differs_in(beside.computed)
 
 
-def _changed_saved(beside: Beside) -> Finding | None:
+def _changed_saved(beside: PairedStep) -> Finding | None:
     """Return a finding if the port itself changes tensors between a forward pass and its backward pass."""
     saved: list[Tensor] = []
     changed: list[Tensor] = []
@@ -425,7 +425,7 @@ def _changed_saved(beside: Beside) -> Finding | None:
     )
 
 
-def _find_narrow_copies(beside: Beside) -> Finding | None:
+def _find_narrow_copies(beside: PairedStep) -> Finding | None:
     """Return a finding if wider tensors are kept in a dtype of 16 bits."""
     for (dtype, name), kinds in itertools.product(_NARROW.items(), ((Tensor,), (Tensor, nn.Parameter))):
 
@@ -442,7 +442,7 @@ def _find_narrow_copies(beside: Beside) -> Finding | None:
     return None
 
 
-def _find_earlier_tensors(beside: Beside) -> Finding | None:
+def _find_earlier_tensors(beside: PairedStep) -> Finding | None:
     """Return a finding if the tensors that are read back are those that an earlier step has saved."""
     for earlier in dict.fromkeys((1, beside.number - 1)):
         if not 1 <= earlier < beside.number:

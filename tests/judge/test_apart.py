@@ -164,7 +164,7 @@ def test_a_port_that_returns_no_loss_is_told_so():
     assert "'output[0]': (), 'output[1]': (4, 24, 48)" in result.reason
 
 
-class Beside(nn.Module):
+class PairedStep(nn.Module):
     """Logits and a number that is computed from them."""
 
     def __init__(self, linear, number) -> None:
@@ -188,8 +188,8 @@ class Beside(nn.Module):
 def test_what_no_loss_is_stays_with_the_others(number, is_apart):
     def factory(te, **_):
         return parity.Pair(
-            Beside(nn.Linear, number),
-            Beside(te.Linear, number),
+            PairedStep(nn.Linear, number),
+            PairedStep(te.Linear, number),
             lambda rng, batch: rng.normal(batch, SEQ, HIDDEN),
             weights={"head.weight": "head.weight"},
         )

@@ -17,7 +17,7 @@ from parity.judge.limits import packaged
 from parity.judge.statistics import resemblance
 from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import Mistake as OfPort
-from parity.numerics.errors import Summed
+from parity.numerics.errors import CachedTensor
 from parity.passes.prepare import Prepared, prepare
 from parity.result import Result
 from parity.te import PRECISIONS
@@ -81,11 +81,11 @@ def judged(error: torch.Tensor) -> float:
     """Return the margin of an error along four directions; two models have errors of the same size elsewhere."""
     limit = packaged().limit("bf16", "output", "mistake")
     known: Any = [
-        Direction(SimpleNamespace(name=str(i)), {"x": Summed(drawn(1000 + i))})  # type: ignore[arg-type]
+        Direction(SimpleNamespace(name=str(i)), {"x": CachedTensor(drawn(1000 + i))})  # type: ignore[arg-type]
         for i in range(4)
     ]
-    models, golden = [Summed(drawn(2000)), Summed(drawn(2001))], Summed(100 * drawn(2002))
-    found = resemblance("x", Summed(error), models, golden, models[0].norm, known)
+    models, golden = [CachedTensor(drawn(2000)), CachedTensor(drawn(2001))], CachedTensor(100 * drawn(2002))
+    found = resemblance("x", CachedTensor(error), models, golden, models[0].norm, known)
     assert found is not None
     return abs(found.value) / limit
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import parity
 from lab.corpus.trained_ports.optimizers import Lion
 from parity.judge.statistics import statistics
-from parity.numerics.errors import Summed
+from parity.numerics.errors import CachedTensor
 from parity.trainings.step_verdicts import Replay, deviations
 from parity.trainings.steps import Update
 from te_on_cpu.kernel_choices import kernel_choices
@@ -244,16 +244,16 @@ def test_chance_is_not_told_of_a_loss_that_fails_beside_gradients_that_are_wrong
 def test_drawn_runs_leave_a_single_number_no_more_luck_than_they_show():
     """Of sixteen runs with errors of one size, none has an error six times the largest."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [Summed(x, is_drawn=True) for x in torch.randn(16, 1, generator=generator)]
+    drawn = [CachedTensor(x, is_drawn=True) for x in torch.randn(16, 1, generator=generator)]
     largest = max(error.max_abs for error in drawn)
-    golden = Summed(torch.ones(1))
+    golden = CachedTensor(torch.ones(1))
 
     def norm(errors) -> float:
-        error = Summed(torch.full((1,), 6.0 * largest))
+        error = CachedTensor(torch.full((1,), 6.0 * largest))
         return next(one.value for one in statistics(error, errors, golden, 0.0) if one.name == "norm")
 
     assert norm(drawn) > 3.0
-    two_alike = [Summed(torch.full((1,), largest))] * 2  # nobody knows how lucky they are
+    two_alike = [CachedTensor(torch.full((1,), largest))] * 2  # nobody knows how lucky they are
     assert norm(two_alike) < 2.0
 
 

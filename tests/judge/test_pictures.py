@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity.judge.judge import MOST_PICTURES, thinned
 from parity.judge.pictures import PARTS, PARTS_OF_A_PASS, pictured
-from parity.numerics.errors import Truth
+from parity.numerics.errors import GoldenTensor
 from parity.result import Histogram, Kind, Picture, TensorResult, to_json
 
 OUTPUT: tuple[Kind, str] = ("output", "output")
@@ -21,7 +21,7 @@ UNIT = 1e-3
 
 def picture_of(error: Tensor, expected: Tensor, margin: float = 2.0) -> Picture | None:
     golden = torch.randn_like(error, dtype=torch.float64)
-    known = {OUTPUT: Truth(golden)}
+    known = {OUTPUT: GoldenTensor(golden)}
     (verdict,) = pictured((tensor(margin=margin),), known, {OUTPUT: golden + error}, [{OUTPUT: golden + expected}])
     return verdict.picture
 
@@ -110,7 +110,7 @@ def pictured_labels(*tensors: TensorResult) -> list[str]:
     keys = [each.key for each in tensors]
     golden = {key: torch.randn(4, 8, dtype=torch.float64) for key in keys}
     wrong = {key: x + uniform(4, 8) for key, x in golden.items()}
-    found = pictured(tensors, {key: Truth(x) for key, x in golden.items()}, wrong, [wrong])
+    found = pictured(tensors, {key: GoldenTensor(x) for key, x in golden.items()}, wrong, [wrong])
     assert [each.label for each in found] == [each.label for each in tensors]
     return [each.label for each in found if each.picture]
 

@@ -16,7 +16,7 @@ from parity.judge.limits import packaged
 from parity.judge.second_look import LOOKS, TELLING_LOOKS, second_look
 from parity.judge.statistics import allowance
 from parity.measuring.right_ports import MODELS
-from parity.numerics.errors import Summed
+from parity.numerics.errors import CachedTensor
 from parity.numerics.formats import Rounding, e4m3
 from parity.numerics.freedom import FUSED, UNFUSED, Port, Steps
 from parity.numerics.rounding import rounded
@@ -240,7 +240,7 @@ def test_a_part_that_failed_stays_told_while_other_parts_are_compared():
     def factory(te, **_):
         weights = {"0.weight": "weight", "0.bias": "bias"}
         return parity.Pair(
-            Beside(),
+            PairedStep(),
             te.Linear(64, 64),
             weights=weights,
             inputs=lambda rng, batch: rng.normal(batch, 64),
@@ -252,7 +252,7 @@ def test_a_part_that_failed_stays_told_while_other_parts_are_compared():
     assert told == [("failed", False), ("failed", True)]
 
 
-class Beside(nn.Sequential):
+class PairedStep(nn.Sequential):
     """A linear layer that also returns the mean of its numbers; both are compared separately."""
 
     def __init__(self):
@@ -507,11 +507,11 @@ def test_a_mistake_in_such_a_port_is_told():
 
 
 def errors(norms, drawn=True):
-    return [Summed(torch.full((64,), norm / 8.0), is_drawn=drawn) for norm in norms]
+    return [CachedTensor(torch.full((64,), norm / 8.0), is_drawn=drawn) for norm in norms]
 
 
 SCATTERED, ALIKE = (1.0, 4.0, 2.0, 8.0, 2.0, 1.0, 3.0, 2.0), (2.0, 2.1, 1.9, 2.0, 2.1, 2.0, 1.9, 2.0)
-TINY, LARGE = (Summed(torch.full((64,), size)) for size in (1e-3, 10.0))
+TINY, LARGE = (CachedTensor(torch.full((64,), size)) for size in (1e-3, 10.0))
 
 
 def test_a_lost_gradient_may_err_by_as_much_more_as_drawn_runs_scatter():

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from parity.judge import statistics
 from parity.judge.directions import Direction, found_by_filter
-from parity.judge.judge import grant
+from parity.judge.judge import allow_for_kernels
 from parity.judge.second_look import DRAWS
 from parity.judge.statistics import Component, coefficient, largest_of, least_error, resemblance, scatters
 from parity.mistakes.hypothesis import Hypothesis
-from parity.numerics.errors import Summed
+from parity.numerics.errors import CachedTensor
 from parity.result import Check, Errors, TensorResult
 
 LEAST = 1e-9
@@ -29,7 +29,9 @@ def draw(*shape, seed=0):
 
 
 def observed(error, model_errors, golden, least=LEAST):
-    found = statistics.statistics(Summed(error), [Summed(model) for model in model_errors], Summed(golden), least)
+    found = statistics.statistics(
+        CachedTensor(error), [CachedTensor(model) for model in model_errors], CachedTensor(golden), least
+    )
     return {statistic.name: statistic for statistic in found}
 
 
@@ -38,8 +40,10 @@ def component(error, model_errors, direction, golden, expected_norm):
 
 
 def component_of(error, model_errors, direction, golden, expected_norm):
-    models = [Summed(model) for model in model_errors]
-    return statistics.Component(Summed(error), models, Summed(direction), Summed(golden), expected_norm)
+    models = [CachedTensor(model) for model in model_errors]
+    return statistics.Component(
+        CachedTensor(error), models, CachedTensor(direction), CachedTensor(golden), expected_norm
+    )
 
 
 def values(*arguments):
@@ -68,8 +72,8 @@ def test_a_row_whose_error_is_that_of_one_element_may_be_as_unlucky_as_one_eleme
     """In a softmax, for example, the largest value has most of the error."""
     place = torch.randint(64, (4, 128, 1), generator=torch.Generator().manual_seed(seed))
     deviations = torch.full((4, 128, 64), 1e-5, dtype=torch.float64).scatter(2, place, 1e-3)
-    error, *drawn = (Summed(deviations * draw(4, 128, 64, seed=100 * seed + i), i > 0) for i in range(1 + DRAWS))
-    found = {s.name: s.value for s in statistics.statistics(error, drawn, Summed(draw(4, 128, 64)), LEAST)}
+    error, *drawn = (CachedTensor(deviations * draw(4, 128, 64, seed=100 * seed + i), i > 0) for i in range(1 + DRAWS))
+    found = {s.name: s.value for s in statistics.statistics(error, drawn, CachedTensor(draw(4, 128, 64)), LEAST)}
     assert max(found["row"], found["slice"]) < 1.5
 
 
@@ -81,10 +85,12 @@ def test_a_row_of_many_errors_may_not():
 
 def unluckiest_row(draw_errors, unlucky):
     """Return the worst of 64 rows for an error that is unlucky in the first one, compared with drawn runs."""
-    drawn = [Summed(draw_errors(seed), is_drawn=True) for seed in range(DRAWS)]
+    drawn = [CachedTensor(draw_errors(seed), is_drawn=True) for seed in range(DRAWS)]
     error = draw_errors(DRAWS)
     error[0] = unlucky * torch.stack([run.values[0] for run in drawn]).norm(dim=-1).max() * error[0] / error[0].norm()
-    found = statistics.statistics(Summed(error), drawn, Summed(draw(64, 256, seed=99)), LEAST, of_parameter=True)
+    found = statistics.statistics(
+        CachedTensor(error), drawn, CachedTensor(draw(64, 256, seed=99)), LEAST, of_parameter=True
+    )
     return next(statistic.value for statistic in found if statistic.name == "slice")
 
 
@@ -113,7 +119,10 @@ def test_one_wrong_row_hides_in_the_norm_and_shows_in_its_row():
 def test_rows_of_stacked_matrices_are_slices_of_a_parameter():
     error = FAITHFUL.clone()
     error[2, 5] *= 10
-    found = {s.name: s for s in statistics.statistics(Summed(error), [Summed(MODEL)], Summed(GOLDEN), LEAST, True)}
+    found = {
+        s.name: s
+        for s in statistics.statistics(CachedTensor(error), [CachedTensor(MODEL)], CachedTensor(GOLDEN), LEAST, True)
+    }
     assert "row" not in found
     assert found["slice"].where == "row at 2, 5"
 
@@ -140,7 +149,9 @@ def test_a_slice_in_which_the_models_are_lucky_is_not_expected_to_err_less_than_
     lucky[:, 7] *= 1e-3
 
     def worst(terms):
-        found = statistics.statistics(Summed(FAITHFUL), [Summed(lucky)], Summed(GOLDEN), LEAST, terms=terms)
+        found = statistics.statistics(
+            CachedTensor(FAITHFUL), [CachedTensor(lucky)], CachedTensor(GOLDEN), LEAST, terms=terms
+        )
         return next(statistic for statistic in found if statistic.name == "slice")
 
     assert worst(math.inf).value < 1.6
@@ -273,11 +284,11 @@ def few_numbers_scale(golden, rng, drawn=False):
     """Return an error that scales golden by one random factor, with some noise in each element."""
     factor = 1e-2 * torch.randn((), generator=rng, dtype=torch.float64)
     noise = 1e-3 * torch.randn(golden.shape, generator=rng, dtype=torch.float64)
-    return Summed(golden * (factor + noise), drawn)
+    return CachedTensor(golden * (factor + noise), drawn)
 
 
 def gain_of(error, models, golden):
-    found = statistics.statistics(error, models, Summed(golden), least=1e-6)
+    found = statistics.statistics(error, models, CachedTensor(golden), least=1e-6)
     return next(abs(statistic.value) for statistic in found if statistic.name == "gain")
 
 
@@ -296,7 +307,7 @@ def test_a_factor_beyond_their_scatter_is_one():
     golden = torch.randn(64, 64, generator=rng, dtype=torch.float64)
     models = [few_numbers_scale(golden, rng) for _ in range(2)]
     models += [few_numbers_scale(golden, rng, drawn=True) for _ in range(DRAWS)]
-    assert gain_of(Summed(0.2 * golden), models, golden) > 8
+    assert gain_of(CachedTensor(0.2 * golden), models, golden) > 8
 
 
 def test_independent_roundings_excuse_nothing_where_candidate_and_model_round_alike():
@@ -304,9 +315,9 @@ def test_independent_roundings_excuse_nothing_where_candidate_and_model_round_al
     golden = torch.randn(64, 64, generator=rng, dtype=torch.float64)
     models = [few_numbers_scale(golden, rng) for _ in range(2)]
     models += [few_numbers_scale(golden, rng, drawn=True) for _ in range(DRAWS)]
-    highest = max(models[:2], key=lambda model: model.dot(Summed(golden)))
-    shared = Summed(highest.values + 1e-5 * golden * torch.randn(64, 64, generator=rng, dtype=torch.float64))
-    wrong = Summed(shared.values + 1e-3 * golden)
+    highest = max(models[:2], key=lambda model: model.dot(CachedTensor(golden)))
+    shared = CachedTensor(highest.values + 1e-5 * golden * torch.randn(64, 64, generator=rng, dtype=torch.float64))
+    wrong = CachedTensor(shared.values + 1e-3 * golden)
     assert gain_of(wrong, models, golden) > 3 * gain_of(shared, models, golden)
 
 
@@ -342,11 +353,11 @@ def draw_along(seed):
 
 @given(st.integers(0, 1000), st.lists(st.sampled_from([0.0, 0.05, 0.3, 1.0]), min_size=1, max_size=6))
 def test_the_likeliest_mistake_is_the_one_that_judging_every_mistake_finds(seed, contained):
-    changes = [Summed(draw_along(seed + i)) for i in range(len(contained))]
+    changes = [CachedTensor(draw_along(seed + i)) for i in range(len(contained))]
     known = [Direction(SimpleNamespace(name=str(i)), {"output": change}) for i, change in enumerate(changes)]
-    noise, golden = draw_along(seed + 10), Summed(draw_along(seed + 11))
-    error = Summed(noise + sum(share * change.values for share, change in zip(contained, changes, strict=True)))
-    models = [Summed(draw_along(seed + 12)), Summed(draw_along(seed + 13))]
+    noise, golden = draw_along(seed + 10), CachedTensor(draw_along(seed + 11))
+    error = CachedTensor(noise + sum(share * change.values for share, change in zip(contained, changes, strict=True)))
+    models = [CachedTensor(draw_along(seed + 12)), CachedTensor(draw_along(seed + 13))]
 
     found = resemblance("output", error, models, golden, models[0].norm, known)
 
@@ -372,8 +383,8 @@ def test_one_direction_is_judged_by_its_own_deviations_and_an_infinite_one_stays
 
 
 def test_an_output_that_no_mistake_changes_resembles_none():
-    error, golden = Summed(draw_along(0)), Summed(draw_along(1))
-    known = [Direction(SimpleNamespace(name="other"), {"output[1]": Summed(draw_along(2))})]
+    error, golden = CachedTensor(draw_along(0)), CachedTensor(draw_along(1))
+    known = [Direction(SimpleNamespace(name="other"), {"output[1]": CachedTensor(draw_along(2))})]
     assert resemblance("output[0]", error, [error], golden, error.norm, known) is None
 
 
@@ -403,7 +414,7 @@ ELSEWHERE = 1e-3 * torch.randn(64, 64, generator=GENERATOR, dtype=torch.float64)
 
 
 def granted_to(error: torch.Tensor):
-    return grant(Summed(error), Summed(BASE), [Summed(BASE + CHANGE)])
+    return allow_for_kernels(CachedTensor(error), CachedTensor(BASE), [CachedTensor(BASE + CHANGE)])
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0, 1.2])
@@ -444,7 +455,7 @@ def test_expected_errors_grow_by_a_part_of_the_change_alone():
 
 def test_few_elements_are_compared_with_the_base():
     error, base = torch.tensor(0.011, dtype=torch.float64), torch.tensor(0.001, dtype=torch.float64)
-    found = grant(Summed(error), Summed(base), [Summed(base + 0.01)])
+    found = allow_for_kernels(CachedTensor(error), CachedTensor(base), [CachedTensor(base + 0.01)])
     assert found is not None
     assert found.left.values.item() == pytest.approx(0.001)
 
@@ -455,9 +466,9 @@ def test_few_elements_are_compared_with_the_base():
 RUNS, TOKENS, WIDTH = 16, 8, 128
 
 
-def drawn(make) -> list[Summed]:
+def drawn(make) -> list[CachedTensor]:
     generator = torch.Generator().manual_seed(0)
-    return [Summed(make(generator)) for _ in range(RUNS)]
+    return [CachedTensor(make(generator)) for _ in range(RUNS)]
 
 
 def normal(*shape: int):
@@ -490,12 +501,12 @@ def test_a_sum_of_rows_scatters_though_others_hide_the_one_that_does():
 
 def test_kinds_of_kernels_that_lose_unequally_are_no_scatter():
     runs = drawn(normal(TOKENS, WIDTH))
-    assert not scatters([Summed(run.values * (1.0 + 0.5 * (index % 2))) for index, run in enumerate(runs)])
+    assert not scatters([CachedTensor(run.values * (1.0 + 0.5 * (index % 2))) for index, run in enumerate(runs)])
 
 
 def test_few_or_infinite_runs_tell_nothing():
     runs = drawn(one_row_is_moved)
-    infinite = Summed(torch.full((TOKENS, WIDTH), torch.inf, dtype=torch.float64))
+    infinite = CachedTensor(torch.full((TOKENS, WIDTH), torch.inf, dtype=torch.float64))
     assert not scatters([*runs[:3], infinite, infinite])
 
 
@@ -512,7 +523,7 @@ def draw_rows(shape, seed=0):
 @given(shape=SHAPES, seed=st.integers(0, 100))
 def test_norm_and_largest_are_those_of_all_elements(shape, seed):
     x = draw_rows(shape, seed)
-    summed = Summed(x)
+    summed = CachedTensor(x)
     assert summed.norm == pytest.approx(torch.linalg.vector_norm(x).item())
     assert summed.max_abs == x.abs().max().item()
 
@@ -520,7 +531,7 @@ def test_norm_and_largest_are_those_of_all_elements(shape, seed):
 @given(shape=SHAPES.filter(len))
 def test_squares_are_summed_over_any_dimensions(shape):
     x = draw_rows(shape)
-    summed = Summed(x)
+    summed = CachedTensor(x)
     for size in range(1, len(shape) + 1):
         for dims in combinations(range(len(shape)), size):
             torch.testing.assert_close(summed.squares_over(dims), x.square().sum(dims))
@@ -530,16 +541,16 @@ def test_squares_are_summed_over_any_dimensions(shape):
 def test_one_element_that_is_not_finite_shows(value):
     x = draw_rows((3, 4))
     x[1, 2] = value
-    assert not Summed(x).is_finite
-    assert not math.isfinite(Summed(x).max_abs)
+    assert not CachedTensor(x).is_finite
+    assert not math.isfinite(CachedTensor(x).max_abs)
 
 
 def test_nothing_sums_to_zero():
-    empty = Summed(draw_rows((2, 0)))
+    empty = CachedTensor(draw_rows((2, 0)))
     assert (empty.norm, empty.max_abs, empty.is_finite) == (0.0, 0.0, True)
 
 
 def test_a_product_is_the_same_when_asked_for_again():
-    x, y = Summed(draw_rows((3, 4))), Summed(draw_rows((3, 4), seed=1))
+    x, y = CachedTensor(draw_rows((3, 4))), CachedTensor(draw_rows((3, 4), seed=1))
     assert x.dot(y) == x.dot(y) == pytest.approx((x.values * y.values).sum().item())
     assert x.dot(x) == pytest.approx(x.total)

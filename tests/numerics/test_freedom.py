@@ -21,8 +21,8 @@ from parity.judge.limits import packaged
 from parity.measuring.hosts import HOSTS
 from parity.numerics import kernel_choices as choices_of_gpus
 from parity.numerics.formats import Rounding, e4m3, tf32, tf32_truncated
-from parity.numerics.freedom import FUSED, WIDTH, Choices, Kinks, choices_seen
-from parity.numerics.kernel_choices import CHOICES, as_read, in_stored_parts, leaning, lost_in_sums, noisy_sums
+from parity.numerics.freedom import FUSED, WIDTH, Choices, KinkSides, choices_seen
+from parity.numerics.kernel_choices import CHOICES, as_read, biased_kernels, in_stored_parts, lost_in_sums, noisy_sums
 from parity.numerics.rounding import rounded
 from parity.passes.all_passes import jittered
 from parity.report import environment
@@ -72,9 +72,9 @@ def test_a_value_nearer_to_a_kink_than_its_error_has_the_gradient_of_the_other_s
     function, kinks = FUNCTIONS[name]
     offsets = torch.tensor([-0.4, -0.02, 0.02, 0.4]) * 0.5
     x = (torch.tensor(kinks)[:, None] + offsets).flatten()
-    noted = Kinks()
+    noted = KinkSides()
     gradients(function, x - NOISE, noted)
-    _, moved = gradients(function, x, Kinks(side, noted.values))
+    _, moved = gradients(function, x, KinkSides(side, noted.values))
     _, beyond = gradients(function, x + side * 0.02, None)
     torch.testing.assert_close(moved, beyond, atol=0.02, rtol=0.0)
     _, still = gradients(function, x, None)
@@ -85,17 +85,17 @@ def test_a_value_nearer_to_a_kink_than_its_error_has_the_gradient_of_the_other_s
 def test_what_a_function_returns_stays_where_it_is(name):
     function, kinks = FUNCTIONS[name]
     x = torch.tensor(kinks) + 1e-3
-    noted = Kinks()
+    noted = KinkSides()
     gradients(function, x - NOISE, noted)
-    assert torch.equal(gradients(function, x, Kinks(1.0, noted.values))[0], function(x))
+    assert torch.equal(gradients(function, x, KinkSides(1.0, noted.values))[0], function(x))
 
 
 @pytest.mark.parametrize("function", [lambda x: x.amax(1), lambda x: x.max(1).values, lambda x: x.amax(1, True)])
 def test_the_next_to_the_largest_is_chosen_where_it_is_as_near(function):
     x = torch.tensor([[1.0, 0.98, 0.5], [1.0, 0.5, 0.4]])
-    noted = Kinks()
+    noted = KinkSides()
     gradients(function, x - NOISE, noted)
-    y, moved = gradients(function, x, Kinks(1.0, noted.values))
+    y, moved = gradients(function, x, KinkSides(1.0, noted.values))
     assert moved.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     torch.testing.assert_close(y.flatten(), torch.tensor([0.98, 1.0]))
 
@@ -103,9 +103,9 @@ def test_the_next_to_the_largest_is_chosen_where_it_is_as_near(function):
 def test_numbers_that_are_larger_than_most_may_be_farther_off():
     """The largest of many numbers may be: here they are ten times as large as usual, and so are their errors."""
     x = torch.cat([torch.ones(2, 998), torch.tensor([[10.2, 10.0], [1.2, 1.0]])], 1)
-    noted = Kinks()
+    noted = KinkSides()
     gradients(lambda x: x.amax(1), x - NOISE, noted)
-    _, moved = gradients(lambda x: x.amax(1), x, Kinks(1.0, noted.values))
+    _, moved = gradients(lambda x: x.amax(1), x, KinkSides(1.0, noted.values))
     assert moved[:, -2:].tolist() == [[0.0, 1.0], [1.0, 0.0]]
 
 
@@ -115,9 +115,9 @@ def test_the_largest_of_truths_is_left_alone():
     def function(x):
         return x * (x > 0).amax(1, keepdim=True)
 
-    noted = Kinks()
+    noted = KinkSides()
     gradients(function, x - NOISE, noted)
-    assert torch.equal(gradients(function, x, Kinks(1.0, noted.values))[0], x)
+    assert torch.equal(gradients(function, x, KinkSides(1.0, noted.values))[0], x)
 
 
 def test_each_call_has_the_error_that_is_measured_there():
@@ -128,9 +128,9 @@ def test_each_call_has_the_error_that_is_measured_there():
         coarse, fine = x.unbind(0)
         return F.relu(coarse) + F.relu(fine)
 
-    noted = Kinks()
+    noted = KinkSides()
     gradients(function, x + torch.tensor([[NOISE], [1e-4]]), noted)
-    _, moved = gradients(function, x, Kinks(1.0, noted.values))
+    _, moved = gradients(function, x, KinkSides(1.0, noted.values))
     assert 1e-4 * WIDTH < 0.02 < NOISE * WIDTH
     assert moved.tolist() == [[1.0] * 64, [0.0] * 64]
 
@@ -620,7 +620,7 @@ def test_model_knows_each_choice_of_the_table_that_matters(precision):
     needs_none = {names.FP32_EXACT, names.TF32_TIES_AWAY, names.MX_25_BIT}
     of_table = {choice.name for choice in CHOICES if precision in choice.precisions} - needs_none
     rounding = PRECISIONS[precision].rounding
-    assert {*leaning(rounding), *noisy_sums(rounding)} == of_table
+    assert {*biased_kernels(rounding), *noisy_sums(rounding)} == of_table
 
 
 # No correct port is rejected under anything that faithful kernels do: each choice alone, or all compatible ones.

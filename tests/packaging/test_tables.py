@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from parity.data_files import read_toml
 from parity.mistakes import usual_numbers
 from parity.mistakes.usual_numbers import USUAL, UsualNumbers
-from parity.reading import read_toml
 from parity.user_error import UserError
 from parity.weights.suggest import vocabulary
 from parity.weights.suggest.units import parts_by_unit, units_of

@@ -28,7 +28,7 @@ from xdist.remote import Producer
 from parity.case import registry
 from parity.machine.devices import Device
 from parity.plugin import workers
-from parity.plugin.largest import largest_need
+from parity.plugin.memory_estimate import largest_need
 from parity.plugin.workers import GroupScheduling, first_input, group_of, how_many, size_of
 from parity.report import environment
 from parity.te import PRECISIONS
@@ -178,7 +178,7 @@ def linear(te, n):
 
 def test_it_is_the_most_that_a_case_of_any_file_needs_and_who_asks_imports_neither_torch_nor_te(tmp_path: Path) -> None:
     program = (
-        "import sys; from parity.plugin.largest import largest_need; "
+        "import sys; from parity.plugin.memory_estimate import largest_need; "
         "print(largest_need(sys.argv[1:]), 'torch' in sys.modules)"
     )
     files = [tmp_path / "small.py", tmp_path / "large.py", tmp_path / "broken.py"]

@@ -17,7 +17,7 @@ from lab.corpus.ranked_ports.ranks import DP, EP, RIGHT, SP, WRONG, case_of
 from parity.case import registry
 from parity.case.case import Case
 from parity.ranks.launch import launch
-from parity.ranks.layout import Degrees, Piece, Whole, degrees, over, part, places
+from parity.ranks.layout import Degrees, GatheredTensor, Shard, degrees, over, part, places
 from parity.trainings.gathered import with_parts_joined
 from parity.trainings.why_over_ranks import explained_by_outputs, explained_over_ranks
 from parity.trainings.why_stages import wrong_norm
@@ -129,16 +129,16 @@ def test_what_explains_a_tensor_leaves_only_rounding():
     """A sum of parts that is itself far off explains nothing."""
     exact = torch.arange(64.0, dtype=torch.float64)
     at = torch.arange(64)
-    halves = [Piece(rank, exact / 2 + rank, (), at) for rank in range(2)]
-    off = [Piece(rank, exact * (0.3 + rank), (), at) for rank in range(2)]
+    halves = [Shard(rank, exact / 2 + rank, (), at) for rank in range(2)]
+    off = [Shard(rank, exact * (0.3 + rank), (), at) for rank in range(2)]
     made = Degrees(tp=2)
-    (found,) = explained_over_ranks([Whole("output", "output", exact + 1, halves)], made, {})
+    (found,) = explained_over_ranks([GatheredTensor("output", "output", exact + 1, halves)], made, {})
     assert found.title == "reduction-missing"
-    assert explained_over_ranks([Whole("output", "output", exact, off)], made, {}) == ()
+    assert explained_over_ranks([GatheredTensor("output", "output", exact, off)], made, {}) == ()
 
 
 def pieces_of(exact, made, split, values):
-    return [Piece(rank, values(rank), split, places(exact.shape, split, made, rank)) for rank in range(made.count)]
+    return [Shard(rank, values(rank), split, places(exact.shape, split, made, rank)) for rank in range(made.count)]
 
 
 EXACT = torch.randn(12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -173,7 +173,9 @@ OTHERS = {
 @pytest.mark.parametrize(("split", "values", "title", "told"), OTHERS.values(), ids=OTHERS)
 def test_pieces_on_four_ranks_that_are_right_otherwise_are_told(split, values, title, told):
     made = Degrees(tp=4)
-    (found,) = explained_over_ranks([Whole("output", "output", EXACT, pieces_of(EXACT, made, split, values))], made, {})
+    (found,) = explained_over_ranks(
+        [GatheredTensor("output", "output", EXACT, pieces_of(EXACT, made, split, values))], made, {}
+    )
     assert (found.title, told in found.message) == (title, True)
 
 
@@ -189,7 +191,7 @@ def test_pieces_on_four_ranks_that_are_right_otherwise_are_told(split, values, t
 def test_factors_of_the_ranks_gradients_are_told(factors, title, told):
     made, split = Degrees(cp=4), (over("cp"),)
     pieces = pieces_of(EXACT, made, split, lambda r: factors[r] * EXACT.chunk(4)[r])
-    found = explained_over_ranks([Whole("input gradient", "x", EXACT, pieces)], made, {})
+    found = explained_over_ranks([GatheredTensor("input gradient", "x", EXACT, pieces)], made, {})
     assert [one.title for one in found] == ([title] if title else [])
     assert all(told in one.message for one in found)
 
@@ -208,7 +210,7 @@ def test_what_a_norm_of_all_gradients_counts_wrongly_is_named(counted, told):
     made, b, c = Degrees(tp=4), PARTS[0], PARTS[1]
     splits = {"a": (EXACT, ()), "b": (b, (over("tp"),)), "c": (c, (over("tp"),))}
     wholes = [
-        Whole(
+        GatheredTensor(
             "weight gradient", name, x, pieces_of(x, made, split, lambda r, x=x, s=split: part(x, s, made, {"tp": r}))
         )
         for name, (x, split) in splits.items()
@@ -224,16 +226,18 @@ def test_how_often_each_of_several_outputs_counts_is_told():
 
     def told(**counts):
         computed = sum(counts[name] * x for name, x in of_each.items())
-        whole = Whole("weight gradient", "w", sum(of_each.values()), pieces_of(EXACT, made, (), lambda r: computed))
-        scalars = [Whole("output", name, torch.ones(()), []) for name in of_each]
+        whole = GatheredTensor(
+            "weight gradient", "w", sum(of_each.values()), pieces_of(EXACT, made, (), lambda r: computed)
+        )
+        scalars = [GatheredTensor("output", name, torch.ones(()), []) for name in of_each]
         found = explained_by_outputs([*scalars, whole], lambda name: {("weight gradient", "w"): of_each[name]})
         return [one.message.split(";")[0].split(":")[0] for one in found]
 
     message = "the gradients are those of a backward pass in which balance counts 0.5 times instead of once"
     assert told(loss=1, balance=0.5) == [message]
     of_each["balance"] = PARTS[1]  # so that the ranks' gradients are no multiple of it
-    whole = Whole("weight gradient", "w", EXACT, pieces_of(EXACT, made, (), lambda r: PARTS[2]))
-    scalars = [Whole("output", name, torch.ones(()), []) for name in of_each]
+    whole = GatheredTensor("weight gradient", "w", EXACT, pieces_of(EXACT, made, (), lambda r: PARTS[2]))
+    scalars = [GatheredTensor("output", name, torch.ones(()), []) for name in of_each]
     assert explained_by_outputs([*scalars, whole], lambda name: {("weight gradient", "w"): of_each[name]}) == ()
 
 
@@ -249,25 +253,27 @@ def test_pytest_makes_an_item_of_each_number_of_ranks_of_the_page_s_example(tmp_
 
 def test_what_only_one_rank_holds_and_a_loss_are_looked_at_as_well():
     made = Degrees(ep=2)
-    expert = Whole("weight gradient", "weight0", EXACT, [Piece(0, EXACT, (), places(EXACT.shape, (), made, 0))])
-    router = Whole(
+    expert = GatheredTensor(
+        "weight gradient", "weight0", EXACT, [Shard(0, EXACT, (), places(EXACT.shape, (), made, 0))]
+    )
+    router = GatheredTensor(
         "weight gradient", "router", EXACT, pieces_of(EXACT, made, (), lambda r: PARTS[2 * r] + PARTS[2 * r + 1])
     )
     assert [one.title for one in explained_over_ranks([expert, router], made, {})] == ["reduction-missing"]
     loss = torch.tensor(3.0, dtype=torch.float64)
     parts = pieces_of(loss, made, (), lambda r: loss * (0.25 + 0.5 * r))
-    (found,) = explained_over_ranks([Whole("output", "output", loss, parts)], made, {"bias": torch.zeros(3)})
+    (found,) = explained_over_ranks([GatheredTensor("output", "output", loss, parts)], made, {"bias": torch.zeros(3)})
     assert found.title == "reduction-missing"
 
 
 def test_gradients_of_an_input_that_data_parallel_ranks_divide_by_themselves_are_joined():
     made = Degrees(dp=4)
     own = pieces_of(EXACT, made, (), lambda r: EXACT * (torch.arange(12) // 3 == r)[:, None])
-    assert torch.equal(with_parts_joined(Whole("input gradient", "x", EXACT, own), made).joined(), EXACT)
+    assert torch.equal(with_parts_joined(GatheredTensor("input gradient", "x", EXACT, own), made).joined(), EXACT)
     parts = pieces_of(EXACT, made, (), lambda r: PARTS[r])
-    assert with_parts_joined(Whole("input gradient", "x", EXACT, parts), made).pieces == parts
+    assert with_parts_joined(GatheredTensor("input gradient", "x", EXACT, parts), made).pieces == parts
     tensor_parallel = Degrees(tp=4)  # these ranks compute the same gradients of what comes before, the whole ones
-    assert with_parts_joined(Whole("input gradient", "x", EXACT, own), tensor_parallel).pieces == own
+    assert with_parts_joined(GatheredTensor("input gradient", "x", EXACT, own), tensor_parallel).pieces == own
 
 
 # The example file that shows how pairs of TE's modules are declared; ``make parity-ranks`` compares all of it.

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.mistakes.under import Replay
+from parity.mistakes.replay import Replay
 from parity.trace.calls import Misfit, edited, tracing, writes
 from parity.trace.trace import edit
 

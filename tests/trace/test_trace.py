@@ -21,7 +21,7 @@ from parity.judge.directions import subtle_hypotheses
 from parity.measuring.hosts import HOSTS
 from parity.mistakes.catalogue import hypotheses
 from parity.mistakes.hypothesis import Hypothesis
-from parity.mistakes.under import Outputs, Passes, outputs_under, tensors_under
+from parity.mistakes.replay import Outputs, Passes, outputs_with, tensors_with
 from parity.passes.nominal_clock import Clock, work_of
 from parity.passes.prepare import calls_of, prepare
 from parity.trace.calls import Products, tracing
@@ -248,9 +248,9 @@ def test_every_subtle_mistake_changes_the_outputs_as_in_a_whole_pass(host: str) 
     computed: list[torch.dtype] = []
     for mistake in mistakes:
         with Counting() as counting, products.reused():
-            by_parts = outputs_under(prepared, (mistake,), torch.float64)
+            by_parts = outputs_with(prepared, (mistake,), torch.float64)
         computed += counting.computed
-        whole = outputs_under(prepared, (mistake,), torch.float64)
+        whole = outputs_with(prepared, (mistake,), torch.float64)
         assert (by_parts is None) == (whole is None)
         for name, output in (whole or {}).items():
             golden = prepared.golden.outputs[name]
@@ -268,7 +268,7 @@ def test_every_mistake_changes_the_outputs_as_in_a_whole_pass(host: str) -> None
     mistakes = list(hypotheses(prepared, calls_of(prepared).trace))
     first = next(one for one in mistakes if one.title in ("activation", "norm-eps"))
     for made in [*((one,) for one in mistakes), *((first, other) for other in mistakes[::7])]:
-        by_parts, whole = outputs.under(made), outputs_under(prepared, made, torch.float64)
+        by_parts, whole = outputs.under(made), outputs_with(prepared, made, torch.float64)
         assert (by_parts is None) == (whole is None), made
         for name, output in (whole or {}).items():
             torch.testing.assert_close(by_parts[name], output, equal_nan=True, msg=str(made))  # type: ignore[index]
@@ -290,7 +290,7 @@ def test_a_module_that_hands_tensors_on_out_of_sight_runs_itself() -> None:
     given = {"call": None, "inputs": torch.randn(3, 4), "clock": Clock(), "scales_lookups": False}
     prepared: Any = SimpleNamespace(reference=OutOfSight(), **given)
     doubled = Hypothesis("", "", "", read=lambda parameters: {"first.weight": 2.0 * parameters["first.weight"]})
-    whole = outputs_under(prepared, (doubled,), torch.float32)
+    whole = outputs_with(prepared, (doubled,), torch.float32)
     by_parts = Outputs(prepared, torch.float32).under((doubled,))
     assert whole is not None
     assert by_parts is not None
@@ -310,13 +310,13 @@ def test_on_probing_inputs_rows_of_tables_are_scaled_where_only_a_part_is_comput
     prepared = prepare(of_ids, check_case(of_ids, kernels.te)[0], torch.float32, 0, kernels)
     assert prepared.lookups
     prepared = prepared.on_probes()
-    prepared.clock.forward = work_of(lambda: outputs_under(prepared, (), torch.float64))
+    prepared.clock.forward = work_of(lambda: outputs_with(prepared, (), torch.float64))
     outputs, moved = Outputs(prepared, torch.float64), []
     for mistake in hypotheses(prepared, calls_of(prepared).trace):
         began = prepared.clock.seconds
         by_parts = outputs.under((mistake,))
         moved.append(prepared.clock.seconds - began)
-        whole = outputs_under(prepared, (mistake,), torch.float64)
+        whole = outputs_with(prepared, (mistake,), torch.float64)
         assert (by_parts is None) == (whole is None), mistake
         for name, output in (whole or {}).items():
             torch.testing.assert_close(by_parts[name], output, equal_nan=True, msg=mistake.name)  # type: ignore[index]
@@ -330,7 +330,7 @@ def test_every_mistake_changes_the_gradients_as_in_a_whole_pass(host: str) -> No
     prepared = prepare(case, checked, torch.float32, 0, kernels)
     passes = Passes(prepared)
     for mistake in list(hypotheses(prepared, calls_of(prepared).trace))[::3]:
-        by_parts, whole = passes.under((mistake,)), tensors_under(prepared, (mistake,))
+        by_parts, whole = passes.under((mistake,)), tensors_with(prepared, (mistake,))
         assert (by_parts is None) == (whole is None), mistake
         for key, tensor in (whole or {}).items():
             assert by_parts is not None
@@ -390,7 +390,7 @@ def test_gradients_are_those_of_the_module_however_it_computes(between: Callable
     given = {"call": None, "inputs": (x,), "input_names": ("x",), "clock": Clock(), "scales_lookups": False}
     given |= {"evaluation": False, "cotangents": {"output": torch.randn(3, 4, dtype=torch.float64)}}
     prepared: Any = SimpleNamespace(reference=module, **given)
-    by_parts, whole = Passes(prepared).under((made,)), tensors_under(prepared, (made,))
+    by_parts, whole = Passes(prepared).under((made,)), tensors_with(prepared, (made,))
     assert by_parts is not None
     assert whole is not None
     assert by_parts.keys() == whole.keys()

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity import reading, te
+from parity import data_files, te
+from parity.data_files import NotReadableError
 from parity.machine import files
 from parity.machine.devices import CUDA_VISIBLE_DEVICES
 from parity.machine.process import ended_with_this
@@ -34,7 +35,6 @@ from parity.measuring.kernel_table import calls_of_attention, calls_of_gemms, ca
 from parity.measuring.kernel_table.bench import Bench, KernelCall, bench, unpack
 from parity.numerics.errors import relative_l2
 from parity.progress import Following
-from parity.reading import NotReadableError
 from parity.report import environment
 from parity.report.environment import Environment, to_json
 from parity.report.numbers import markdown_table, short
@@ -393,9 +393,9 @@ def read_lines(file: Path) -> list[Entry]:
     Raises:
         UserError: if the file cannot be read, or if any of its lines does not belong to such a table.
     """
-    found = reading.lines(file, _check_entry)
+    found = data_files.lines(file, _check_entry)
     if found.left_out:
-        raise UserError(reading.told(file, found.left_out)[0])
+        raise UserError(data_files.warnings_for(file, found.left_out)[0])
     return [line for line in found.contents if "kernel" in line]
 
 

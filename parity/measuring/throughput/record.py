@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from parity import reading
+from parity import data_files
 from parity.machine import devices
 from parity.report.environment import Environment, from_json, to_json
 
@@ -254,7 +254,7 @@ def append(file: Path, content: Environment | Peak | Row) -> None:
 
 def read(file: Path) -> Record:
     """Return the content of the file, without lines that are damaged or cut short."""
-    found = reading.lines(file, _parse_line).contents if file.exists() else ()
+    found = data_files.lines(file, _parse_line).contents if file.exists() else ()
     environments = [each for each in found if isinstance(each, Environment)]
     return Record(
         environments[-1] if environments else None,

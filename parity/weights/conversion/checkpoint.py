@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from parity import reading
+from parity import data_files
 from parity.machine import files
 from parity.progress import Following, followed
 from parity.shown import one_line
@@ -86,8 +86,8 @@ def _find_file(path: Path) -> Path:
 def _read_index(path: Path) -> dict[str, str]:
     """Return which file holds each key, as an index says."""
     try:
-        return reading.parsed(reading.bytes_of(path, ""), _weight_map)
-    except reading.NotReadableError as error:
+        return data_files.parsed(data_files.bytes_of(path, ""), _weight_map)
+    except data_files.NotReadableError as error:
         raise UserError(f"{path}: {error}") from None
 
 
@@ -112,7 +112,7 @@ def _weight_map(value: Any) -> dict[str, str]:
     places = value["weight_map"]
     for key, name in places.items():
         if not isinstance(name, str) or not name or Path(name).name != name:
-            raise reading.NotReadableError(f"it says that {key!r} is in {name!r}, which is no file's name")
+            raise data_files.NotReadableError(f"it says that {key!r} is in {name!r}, which is no file's name")
     return dict(places)
 
 

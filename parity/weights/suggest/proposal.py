@@ -588,9 +588,9 @@ def divided(
             problems[f"over {made.label}, rank {first.rank} {first.how}: {first.what}"] = None
             continue
         for name, whole in shapes.candidate.items():
-            having = {rank: seen[name] for rank, seen in enumerate(ranks) if name in seen}
+            holding = {rank: seen[name] for rank, seen in enumerate(ranks) if name in seen}
             try:
-                found[name].append(_over_ranks(axis, made, name, whole, having, packed.get(name), shapes.reference))
+                found[name].append(_over_ranks(axis, made, name, whole, holding, packed.get(name), shapes.reference))
             except UserError as error:
                 problems[f"over {made.label}, {error}"] = None
     return tuple(_join_splits(name, each) for name, each in found.items() if each), tuple(problems)
@@ -601,7 +601,7 @@ def _over_ranks(
     made: Degrees,
     name: str,
     whole: Shape,
-    having: Mapping[int, _Seen],
+    holding: Mapping[int, _Seen],
     left: Side | None,
     reference: Mapping[str, Shape],
 ) -> Divided:
@@ -610,14 +610,14 @@ def _over_ranks(
     Raises:
         UserError: if nothing shows this, or ``over`` cannot express it.
     """
-    if not having:
+    if not holding:
         raise UserError(f"no rank has {name}, which the candidate has in one process")
-    seen = next(iter(having.values()))
+    seen = next(iter(holding.values()))
     if seen.shape == whole:
         if seen.sharded:
             return Divided(name, (), "whole, as FSDP tells it")
         return Divided(
-            name, (), "whole" if len(having) == made.count else f"whole, on {axis} rank {next(iter(having))}"
+            name, (), "whole" if len(holding) == made.count else f"whole, on {axis} rank {next(iter(holding))}"
         )
     by_shape = tuple(Over(axis, dim) for dim, length in enumerate(whole) if seen.shape[dim : dim + 1] != (length,))
     for split, reason in ((seen.marked, "as TE marks it"), (by_shape, "by its shape")):

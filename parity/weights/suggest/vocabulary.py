@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from parity.reading import read_toml
+from parity.data_files import read_toml
 
 Part = Literal[
     "query",

@@ -180,6 +180,6 @@ def lines(path: Path, model: Callable[[Any], Content], what: str = "") -> Lines[
 _SHOWN = 3
 
 
-def told(path: Path, left_out: tuple[LeftOut, ...]) -> list[str]:
+def warnings_for(path: Path, left_out: tuple[LeftOut, ...]) -> list[str]:
     """Return a sentence about each of the first lines that were left out."""
     return [f"{path}:{each.number}: {each.reason}" for each in left_out[:_SHOWN]]

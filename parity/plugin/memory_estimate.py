@@ -1,7 +1,7 @@
 """Estimate how much memory the largest case of a run needs, before anything is collected.
 
-A process of its own (``python -m parity.plugin.largest FILE...``) does so, on the CPU kernels and without allocating
-a tensor, so that the controller imports neither torch nor TransformerEngine and no GPU is touched.
+A process of its own (``python -m parity.plugin.memory_estimate FILE...``) does so, on the CPU kernels and without
+allocating a tensor, so that the controller imports neither torch nor TransformerEngine and no GPU is touched.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity.case.case import Rng
 from parity.mistakes.hypothesis import Hypothesis, ModuleCall, together
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED, UNFUSED, Choice, Choices, Freedom, Kinks
+from parity.numerics.freedom import FUSED, UNFUSED, Choice, Choices, Freedom, KinkSides
 from parity.numerics.golden import all_in_fp64, attention_in_blocks, in_blocks, in_fp64, in_fp64_if_needed
 from parity.passes.all_passes import Tensors, following, tensors_of, under_model
 from parity.passes.draws import ScaledLookups, is_lookup
@@ -40,7 +40,7 @@ _ROUNDED = 2.0
 _MOVED = 1e-3  # parameters are moved by about this share of themselves to check that a replay is faithful
 
 
-def outputs_under(
+def outputs_with(
     prepared: Prepared, hypotheses: Sequence[Hypothesis], dtype: torch.dtype, rows: slice | None = None
 ) -> dict[str, Tensor] | None:
     """Return the reference's outputs if the hypotheses were true; None if they cannot be computed.
@@ -66,10 +66,10 @@ def outputs_under(
 def differentiable_outputs(
     prepared: Prepared, hypotheses: Sequence[Hypothesis], inputs: Any = None
 ) -> dict[str, Tensor] | None:
-    """Return all rows of the outputs as ``outputs_under`` does, in FP64, with the graph that autograd needs.
+    """Return all rows of the outputs as ``outputs_with`` does, in FP64, with the graph that autograd needs.
 
     Args:
-        prepared, hypotheses: as for ``outputs_under``.
+        prepared, hypotheses: as for ``outputs_with``.
         inputs: inputs in FP64 to use instead of the pair's own, as leaves of the graph.
     """
     _cast_if_other(prepared.reference, torch.float64)
@@ -98,7 +98,7 @@ class Outputs:
         """Record a pass.
 
         Args:
-            prepared, dtype, rows: as for ``outputs_under``.
+            prepared, dtype, rows: as for ``outputs_with``.
             differentiable: whether to return outputs as ``differentiable_outputs`` does, with a graph back to
                 ``leaves`` and to the values that the hypotheses change, for all rows and in FP64.
         """
@@ -121,7 +121,7 @@ class Outputs:
         if self._differentiable:
             return differentiable_outputs(self._given[0], hypotheses)
         prepared, dtype, rows = self._given
-        return outputs_under(prepared, hypotheses, dtype, rows)
+        return outputs_with(prepared, hypotheses, dtype, rows)
 
     def again(self, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor] | None:
         """Return all outputs from the recorded pass; None if they cannot be computed.
@@ -135,7 +135,7 @@ class Outputs:
             return self._replayed(self._replay, hypotheses)
         except (Misfit, OutOfTime):
             raise
-        except Exception:  # as in ``outputs_under``, which would run into it again
+        except Exception:  # as in ``outputs_with``, which would run into it again
             return None
 
     def _replayed(self, replay: Replay, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
@@ -190,7 +190,7 @@ class Outputs:
         if self._differentiable:
             ran = differentiable_outputs(prepared, recording, inputs)
         else:
-            ran = outputs_under(prepared, recording, dtype, rows)
+            ran = outputs_with(prepared, recording, dtype, rows)
         if ran is None:
             return None
         ((trace, names),) = found
@@ -242,7 +242,7 @@ class Outputs:
             if x.is_floating_point()
         }
         under = (Hypothesis("", "", "", read=lambda parameters: moved),)
-        right = outputs_under(prepared, under, dtype, rows) if moved else None
+        right = outputs_with(prepared, under, dtype, rows) if moved else None
         try:
             replayed = self._replayed(replay, under)
         except OutOfTime:
@@ -253,7 +253,7 @@ class Outputs:
 
 
 class Passes:
-    """The reference's outputs and gradients in FP64 under hypotheses, as ``tensors_under`` returns them.
+    """The reference's outputs and gradients in FP64 under hypotheses, as ``tensors_with`` returns them.
 
     The forward pass is replayed by ``Outputs`` if possible, which computes again only the part that changes.
     """
@@ -273,12 +273,12 @@ class Passes:
         """Return the outputs and gradients; None if they cannot be computed.
 
         Args:
-            hypotheses, only_if: as for ``tensors_under``.
+            hypotheses, only_if: as for ``tensors_with``.
             wanted: the gradients that are needed, by kind and name; others may be left out. None for all.
         """
         with suppress(Misfit):
             return self._again(hypotheses, only_if, wanted)
-        return tensors_under(self._prepared, hypotheses, only_if=only_if)
+        return tensors_with(self._prepared, hypotheses, only_if=only_if)
 
     def _again(
         self,
@@ -317,7 +317,7 @@ class Passes:
             return {name: x * factors[name].to(x) for name, x in parameters.items() if name in factors}
 
         under = (Hypothesis("", "", "", read=moved),)
-        right = tensors_under(self._prepared, under)
+        right = tensors_with(self._prepared, under)
         try:
             again = self._again(under)
         except Misfit:
@@ -327,14 +327,14 @@ class Passes:
         return all(torch.allclose(again[key], x, equal_nan=True) for key, x in right.items())
 
 
-def tensors_under(
+def tensors_with(
     prepared: Prepared,
     hypotheses: Sequence[Hypothesis],
     precision: Precision | None = None,
     cotangents: Mapping[str, Tensor] | None = None,
     freedom: Freedom = UNFUSED,
     only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
-    kinks: Kinks | None = None,
+    kinks: KinkSides | None = None,
     choices: Choices | None = None,
 ) -> Tensors | None:
     """Return the reference's outputs and gradients if the hypotheses were true; None if they cannot be computed.
@@ -392,7 +392,7 @@ def _unrounded_choices(prepared: Prepared, hypotheses: Sequence[Hypothesis], pre
     def exact() -> list[Choice]:
         choices = Choices()
         unrounded = replace(precision, rounding=Rounding(torch.float32))
-        tensors_under(prepared, hypotheses, unrounded, freedom=FUSED, choices=choices)
+        tensors_with(prepared, hypotheses, unrounded, freedom=FUSED, choices=choices)
         return choices.own
 
     kept = prepared.cache.group("choices under", (id(prepared.inputs), *hypotheses))
