@@ -302,7 +302,7 @@ UNREAD = {
     "gathered": "when ranks that hang are ended",
     "pictures": "pictures and notes; no verdict reads them",
     "judge.MOST_PICTURES": "how much is kept",
-    "judge._FEW": "how much is told",
+    "judge._MOST_NAMED": "how much is told",
     "judge._GROSS": "read only for Python numbers that a module returns, which no port here does",
     "limits.FEWEST_TENSORS": _FITTED,
     "limits._TAIL_BEGINS": _FITTED,
