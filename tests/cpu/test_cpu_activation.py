@@ -2,60 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import pytest
 import torch
+from activation_oracle import DEFINITIONS, GATED, PLAIN, halves
+from fp64_oracle import pairs_with_formula
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
 from te_on_cpu import activation
+from te_on_cpu.enums import DType
 
+TE = te.kernels("cpu").te
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS32 = torch.finfo(torch.float32).eps
 
 
-def gelu(x: Tensor) -> Tensor:
-    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Tensor:
-    gate = torch.minimum(gate, torch.tensor(limit))
-    up = torch.maximum(torch.minimum(up, torch.tensor(limit)), torch.tensor(-limit))
-    return gate * sigmoid(alpha * gate) * (up + offset)
-
-
-def situglu(gate: Tensor, up: Tensor, beta1: float = 4.0, beta2: float = 25.0) -> Tensor:
-    return beta1 * torch.tanh(gate / beta1) * sigmoid(gate) * beta2 * torch.tanh(up / beta2)
-
-
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": gelu,
-    "qgelu": lambda x: x * sigmoid(1.702 * x),
-    "relu": lambda x: x * (x > 0),
-    "srelu": lambda x: x**2 * (x > 0),
-    "silu": lambda x: x * sigmoid(x),
-}
-GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "glu": lambda gate, up: sigmoid(gate) * up,
-    "geglu": lambda gate, up: gelu(gate) * up,
-    "qgeglu": lambda gate, up: PLAIN["qgelu"](gate) * up,
-    "reglu": lambda gate, up: PLAIN["relu"](gate) * up,
-    "sreglu": lambda gate, up: PLAIN["srelu"](gate) * up,
-    "swiglu": lambda gate, up: PLAIN["silu"](gate) * up,
-    "clamped_swiglu": clamped_swiglu,
-    "situglu": situglu,
-}
-DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = PLAIN | {
-    name: lambda x, function=function: function(*x.chunk(2, -1)) for name, function in GATED.items()
-}
 GRADIENTS = {name: f"d{name}" for name in DEFINITIONS} | {"clamped_swiglu": "clamped_dswiglu"}
 
 problems = st.tuples(
@@ -90,26 +55,18 @@ def fp32_scale(name: str, x: Tensor, gradient: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("name", DEFINITIONS)
 @settings(max_examples=25)
 @given(problem=problems)
-def test_activation_is_its_definition_rounded_once(name: str, problem: tuple) -> None:
-    x, _ = draw(problem, name)
-    actual = getattr(activation, name)(x, None)
-    assert actual.dtype == x.dtype
-    assert actual.is_contiguous()
-    assert_rounded_once(actual, DEFINITIONS[name](x.double()), fp32_scale(name, x))
-
-
-@pytest.mark.parametrize("name", DEFINITIONS)
-@settings(max_examples=25)
-@given(problem=problems)
-def test_gradient_is_that_of_the_definition_rounded_once(name: str, problem: tuple) -> None:
+def test_activation_and_gradient_are_those_of_the_definition_rounded_once(name: str, problem: tuple) -> None:
     x, gradient = draw(problem, name)
     leaf = x.double().requires_grad_()
-    DEFINITIONS[name](leaf).backward(gradient.double())
-    actual = getattr(activation, GRADIENTS[name])(gradient, x, None)
-    assert actual.dtype == x.dtype
-    assert actual.shape == x.shape
-    assert leaf.grad is not None
-    assert_rounded_once(actual, leaf.grad, fp32_scale(name, x, gradient))
+    exact = DEFINITIONS[name](leaf)
+    exact.backward(gradient.double())
+    actual = getattr(activation, name)(x, None)
+    of_x = getattr(activation, GRADIENTS[name])(gradient, x, None)
+    assert actual.dtype == of_x.dtype == x.dtype
+    assert actual.is_contiguous()
+    assert of_x.shape == x.shape
+    assert_rounded_once(actual, exact.detach(), fp32_scale(name, x))
+    assert_rounded_once(of_x, leaf.grad, fp32_scale(name, x, gradient))
 
 
 def test_the_gate_is_the_first_half() -> None:
@@ -138,19 +95,14 @@ def test_a_value_on_the_limit_is_not_held() -> None:
     assert (gradient != 0).all()
 
 
-@pytest.mark.parametrize("parameters", [(0.5, 1.0, 0.0), (2.0, 1.702, 1.0)])
-def test_clamped_swiglu_takes_limit_alpha_and_offset(parameters: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("clamped_swiglu", (0.5, 1.0, 0.0)), ("clamped_swiglu", (2.0, 1.702, 1.0)), ("situglu", (1.5, 2.5))],
+)
+def test_limit_alpha_and_offset_or_both_betas_are_parameters(name: str, parameters: tuple[float, ...]) -> None:
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * 2
-    gate, up = x.double().chunk(2, -1)
-    exact = clamped_swiglu(gate, up, *parameters)
-    torch.testing.assert_close(activation.clamped_swiglu(x, None, *parameters).double(), exact, rtol=1e-6, atol=1e-6)
-
-
-def test_situglu_takes_both_betas() -> None:
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * 3
-    gate, up = x.double().chunk(2, -1)
-    exact = situglu(gate, up, 1.5, 2.5)
-    torch.testing.assert_close(activation.situglu(x, None, 1.5, 2.5).double(), exact, rtol=1e-6, atol=1e-6)
+    exact = halves(GATED[name], *parameters)(x.double())
+    torch.testing.assert_close(getattr(activation, name)(x, None, *parameters).double(), exact, rtol=1e-6, atol=1e-6)
 
 
 def test_odd_columns_have_no_halves() -> None:
@@ -163,33 +115,32 @@ def test_no_rows_give_no_rows() -> None:
     assert activation.dswiglu(torch.empty(0, 4), torch.empty(0, 8), None).shape == (0, 8)
 
 
-SCALED = {"scaled_swiglu": ("swiglu", "scaled_dswiglu"), "scaled_situglu": ("situglu", "scaled_dsituglu")}
-SCALED |= {
-    "scaled_clamped_swiglu": ("clamped_swiglu", "scaled_clamped_dswiglu"),
-    "scaled_srelu": ("srelu", "scaled_dsrelu"),
+SCALED = {
+    "swiglu": "scaled_dswiglu",
+    "situglu": "scaled_dsituglu",
+    "clamped_swiglu": "scaled_clamped_dswiglu",
+    "srelu": "scaled_dsrelu",
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_activation_multiplies_rows_before_it_rounds(name: str, dtype: torch.dtype) -> None:
-    plain, backward = SCALED[name]
+    backward = getattr(activation, SCALED[name])
     rng = torch.Generator().manual_seed(0)
     x, scales = torch.randn(3, 2, 64, generator=rng).to(dtype), torch.rand(3, 2, generator=rng)
-    gradient = torch.randn(3, 2, 64 if plain == "srelu" else 32, generator=rng).to(dtype)
+    gradient = torch.randn(3, 2, 64 if name == "srelu" else 32, generator=rng).to(dtype)
     x64, scales64 = x.double().requires_grad_(), scales.double().requires_grad_()
-    exact = DEFINITIONS[plain](x64) * scales64.unsqueeze(-1)
+    exact = DEFINITIONS[name](x64) * scales64.unsqueeze(-1)
     exact.backward(gradient.double())
-    actual = getattr(activation, name)(x, scales, None)
-    of_x, of_scales = getattr(activation, backward)(gradient, x, scales, None)
-    assert x64.grad is not None
-    assert scales64.grad is not None
-    assert_rounded_once(actual, exact.detach(), fp32_scale(plain, x))
-    assert_rounded_once(of_x, x64.grad, fp32_scale(plain, x, gradient))
+    actual = getattr(activation, f"scaled_{name}")(x, scales, None)
+    of_x, of_scales = backward(gradient, x, scales, None)
+    assert_rounded_once(actual, exact.detach(), fp32_scale(name, x))
+    assert_rounded_once(of_x, x64.grad, fp32_scale(name, x, gradient))
     assert of_scales.dtype == torch.float32
     assert of_scales.shape == scales.shape
     torch.testing.assert_close(of_scales.double(), scales64.grad, rtol=1e-5, atol=1e-5)
-    assert getattr(activation, backward)(gradient, x, scales, None, compute_scale_grad=False)[1] is None
+    assert backward(gradient, x, scales, None, compute_scale_grad=False)[1] is None
 
 
 def test_interleaved_gate_and_up_alternate_in_blocks() -> None:
@@ -211,7 +162,7 @@ def test_scaled_activation_wants_one_scale_a_row() -> None:
         activation.scaled_srelu(torch.ones(3, 4), torch.ones(2), None)
 
 
-@pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
+@pytest.mark.parametrize("name", PLAIN)
 def test_bias_gradient_is_the_sum_of_the_rounded_gradient(name: str) -> None:
     rng = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(4, 8, 16, generator=rng).bfloat16() for _ in range(2))
@@ -221,14 +172,10 @@ def test_bias_gradient_is_the_sum_of_the_rounded_gradient(name: str) -> None:
 
 
 def test_delayed_scaling_casts_and_sums_the_fp32_gradient() -> None:
-    te.kernels("cpu")
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-    from transformer_engine_torch import DType
-
     rng = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(32, 16, generator=rng).bfloat16() for _ in range(2))
     exact = activation.dgelu(gradient.float(), x.float(), None)
-    quantizer = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)
+    quantizer = TE.Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)
     of_bias, of_x = activation.dbias_dgelu(gradient, x, quantizer)
     assert torch.equal(of_x._data, quantizer(exact)._data)
     assert torch.equal(of_bias, exact.double().sum(0).bfloat16())
@@ -240,21 +187,13 @@ MLP_ACTIVATIONS = sorted(set(DEFINITIONS) - {"situglu"})
 
 @pytest.mark.parametrize("name", MLP_ACTIVATIONS)
 def test_te_layernorm_mlp_agrees_with_fp64_for_every_activation(name: str) -> None:
-    module = te.kernels("cpu").te.LayerNormMLP(16, 32, activation=name, device="cpu")
-    rng = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=rng) / math.sqrt(parameter.shape[-1]))
-    x, gradient = (torch.randn(8, 16, generator=rng) for _ in range(2))
-    leaf = x.clone().requires_grad_()
-    y = module(leaf)
-    y.backward(gradient)
-    p = {key: value.detach().double().requires_grad_() for key, value in module.named_parameters()}
-    x64 = x.double().requires_grad_()
-    hidden = torch.nn.functional.layer_norm(x64, (16,), p["layer_norm_weight"], p["layer_norm_bias"], 1e-5)
-    hidden = DEFINITIONS[name](hidden @ p["fc1_weight"].T + p["fc1_bias"])
-    exact = hidden @ p["fc2_weight"].T + p["fc2_bias"]
-    exact.backward(gradient.double())
-    pairs = [(y, exact), (leaf.grad, x64.grad), *((q.grad, p[key].grad) for key, q in module.named_parameters())]
-    for actual, expected in pairs:
+    module = TE.LayerNormMLP(16, 32, activation=name, device="cpu")
+
+    def formula(x: Tensor, p: Mapping[str, Tensor]) -> Tensor:
+        hidden = torch.nn.functional.layer_norm(x, (16,), p["layer_norm_weight"], p["layer_norm_bias"], 1e-5)
+        hidden = DEFINITIONS[name](hidden @ p["fc1_weight"].T + p["fc1_bias"])
+        return hidden @ p["fc2_weight"].T + p["fc2_bias"]
+
+    for actual, expected in pairs_with_formula(module, formula, 8, 16, dtype=torch.float32):
         # TE's FP32 products round each operand to TF32, by at most 2^-11 of its value.
         assert (actual.double() - expected).norm() <= 3 * 2.0**-11 * expected.norm()

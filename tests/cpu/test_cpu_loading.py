@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,15 @@ from parity import te
 from te_on_cpu import cuda, extension, versions
 from te_on_cpu.enums import DType
 from te_on_cpu.loading.loader import _StandIns, cached
-from te_on_cpu.loading.stand_ins import fuse
 from te_on_cpu.loading.words import cuda_means_cpu, normalize_devices
 from te_on_cpu.versions import UnsupportedTEVersion
 
 # How TE's Python and users' scripts are rewritten for the CPU, and for which versions of TE.
 
 
-def rewritten(source):
-    return ast.unparse(cuda_means_cpu(ast.parse(source)))
-
-
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [
+# By transformation: what is written and what is read in its place, or what stays.
+READ: dict[Callable[[ast.Module], ast.AST], list[str | tuple[str, str]]] = {
+    cuda_means_cpu: [
         ("f(device='cuda')", "f(device='cpu')"),
         ("x.device.type == 'cuda'", "x.device.type == 'cpu'"),
         ("torch.cuda.current_stream()", "__parity_cuda__.current_stream()"),
@@ -54,27 +49,11 @@ def rewritten(source):
         ("import torch.distributed as dist", "import te_on_cpu.distributed as dist"),
         ("from torch import distributed as dist", "from te_on_cpu import distributed as dist"),
         ("from torch.distributed import isend", "from te_on_cpu.distributed import isend"),
-    ],
-)
-def test_cuda_is_read_as_the_cpu(written, read):
-    assert rewritten(written) == read
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
         *("x = 'cuda graphs'", "cuda = 1", "module.cuda", "x.cuda(device)", "torch.cudagraph", "torch.compile(f)"),
         *("import torch.cuda", "import torch.distributed", "from torch.distributed.fsdp import fully_shard"),
         *("from .distributed import isend", "from . import cuda"),
     ],
-)
-def test_other_words_stay(source):
-    assert rewritten(source) == source
-
-
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [
+    normalize_devices: [
         ("x.to('cuda:0')", "x.to('cuda')"),
         ("x.to(f'cuda:{rank}')", "x.to('cuda')"),
         ("x.cuda(rank, non_blocking=True)", "x.cuda()"),
@@ -86,10 +65,26 @@ def test_other_words_stay(source):
         ("x.record_stream(s)", "__parity_cuda__.record_stream(x, s)"),
         ("DDP(model, device_ids=[0], output_device=0)", "DDP(model)"),
         ("x.type() == 'torch.cuda.HalfTensor'", "x.type() == 'torch.HalfTensor'"),
+        *("x = 'cuda: out of memory'", "print(f'cuda:{rank} is ready')", "torch.cuda(1)"),
     ],
+    _StandIns().visit: [
+        ("torch.compile(f)", "__parity_compile__(f)"),
+        ("torch.baddbmm(s, q, k, beta=0.0)", "__parity_baddbmm__(s, q, k, beta=0.0)"),
+        ("torch.bmm(p, v)", "__parity_bmm__(p, v)"),
+        ("import triton.language as tl", "import te_on_cpu.loading.triton as tl"),
+        ("from triton import jit", "from te_on_cpu.loading.triton import jit"),
+        ("from importlib.metadata import version as v", "from te_on_cpu.loading.stand_ins import version as v"),
+        "from .triton import permutation",  # of TE's own package
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("transform", "written", "read"),
+    [(of, *((row, row) if isinstance(row, str) else row)) for of, rows in READ.items() for row in rows],
 )
-def test_devices_of_scripts_are_one(written, read):
-    assert ast.unparse(normalize_devices(ast.parse(written))) == read
+def test_sources_are_read_as_meant_for_one_cpu_and_other_words_stay(transform, written, read):
+    assert ast.unparse(transform(ast.parse(written))) == read
 
 
 @pytest.mark.parametrize(
@@ -105,59 +100,19 @@ def test_a_place_is_the_cpu_if_it_is_a_gpu(place, meant):
     assert cuda.placed(place) == meant
 
 
-@pytest.mark.parametrize("source", ["x = 'cuda: out of memory'", "print(f'cuda:{rank} is ready')", "torch.cuda(1)"])
-def test_text_that_is_no_device_stays(source):
-    assert ast.unparse(normalize_devices(ast.parse(source))) == source
-
-
-def scaled_twice(x):
-    return x * (1 / 3) * 3
-
-
-def test_half_precision_is_rounded_once_at_the_end():
-    x = torch.linspace(-4, 4, 1001).bfloat16()
-    exact = (x.double() * (1 / 3) * 3).bfloat16()
-    assert torch.equal(fuse(scaled_twice)(x), exact)
-    assert not torch.equal(scaled_twice(x), exact)
-
-
-def test_results_keep_the_dtypes_that_they_have_eagerly():
-    def with_statistics(x):
-        return x * 2, x.float().sum()
-
-    doubled, total = fuse(with_statistics)(torch.ones(4, dtype=torch.float16))
-    assert doubled.dtype == torch.float16
-    assert total.dtype == torch.float32
-
-
-def test_fp32_runs_as_it_is():
-    x = torch.randn(10)
-    assert torch.equal(fuse(scaled_twice)(x), scaled_twice(x))
-
-
-def test_gradients_flow_in_the_dtype_of_the_input():
-    x = torch.randn(8, dtype=torch.bfloat16, requires_grad=True)
-    fuse(scaled_twice)(x).sum().backward()
-    assert x.grad.dtype == torch.bfloat16
-
-
 TE = te.kernels("cpu").te
 SOURCE = b"answer = 42"
 
 
-class Compiler:
-    """A compiler of one source that counts its calls."""
+def code_of(source, path="module.py", calls=None):
+    """Return the compiled source, and note in ``calls`` if that takes a compiler's call."""
 
-    def __init__(self, source):
-        self.source, self.calls = source, 0
+    def compile_source():
+        if calls is not None:
+            calls.append(source)
+        return compile(source, "module.py", "exec")
 
-    def __call__(self):
-        self.calls += 1
-        return compile(self.source, "module.py", "exec")
-
-
-def code_of(source, compiler, path="module.py"):
-    return cached(source, path, compiler)
+    return cached(source, path, compile_source)
 
 
 def value(code):
@@ -175,34 +130,34 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("folder")
 def test_a_source_is_compiled_once():
-    compiler = Compiler(SOURCE)
-    assert [value(code_of(SOURCE, compiler)) for _ in range(2)] == [42, 42]
-    assert compiler.calls == 1
+    calls = []
+    assert [value(code_of(SOURCE, calls=calls)) for _ in range(2)] == [42, 42]
+    assert calls == [SOURCE]
 
 
 def test_a_changed_source_is_compiled_again_and_takes_the_place_of_the_other(folder):
-    code_of(SOURCE, Compiler(SOURCE))
+    code_of(SOURCE)
     changed = b"answer = 43"
-    assert value(code_of(changed, Compiler(changed))) == 43
+    assert value(code_of(changed)) == 43
     assert len(list(folder.iterdir())) == 1
 
 
 def test_the_same_source_at_another_path_is_another_entry(folder):
     for path in ("one.py", "two.py"):
-        code_of(SOURCE, Compiler(SOURCE), path)
+        code_of(SOURCE, path)
     assert len(list(folder.iterdir())) == 2
 
 
 def test_a_broken_entry_is_replaced(folder):
-    code_of(SOURCE, Compiler(SOURCE))
+    code_of(SOURCE)
     (entry,) = folder.iterdir()
     entry.write_bytes(entry.read_bytes()[:-5])
-    assert value(code_of(SOURCE, Compiler(SOURCE))) == 42
+    assert value(code_of(SOURCE)) == 42
 
 
 def test_nothing_is_written_where_python_is_to_write_no_bytecode(folder, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert value(code_of(SOURCE, Compiler(SOURCE))) == 42
+    assert value(code_of(SOURCE)) == 42
     assert not folder.exists()
 
 
@@ -210,27 +165,7 @@ def test_nothing_is_written_where_python_is_to_write_no_bytecode(folder, monkeyp
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert value(code_of(SOURCE, Compiler(SOURCE))) == 42
-
-
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [
-        ("torch.compile(f)", "__parity_compile__(f)"),
-        ("torch.baddbmm(s, q, k, beta=0.0)", "__parity_baddbmm__(s, q, k, beta=0.0)"),
-        ("torch.bmm(p, v)", "__parity_bmm__(p, v)"),
-        ("import triton.language as tl", "import te_on_cpu.loading.triton as tl"),
-        ("from triton import jit", "from te_on_cpu.loading.triton import jit"),
-        ("from importlib.metadata import version as v", "from te_on_cpu.loading.stand_ins import version as v"),
-    ],
-)
-def test_what_only_a_gpu_can_use_has_stand_ins(written, read):
-    assert ast.unparse(_StandIns().visit(ast.parse(written))) == read
-
-
-def test_te_s_own_package_named_triton_stays():
-    source = "from .triton import permutation"
-    assert ast.unparse(_StandIns().visit(ast.parse(source))) == source
+    assert value(code_of(SOURCE)) == 42
 
 
 IS_NEWEST = versions.installed_version().release[:2] >= versions.NEWEST.release
@@ -397,14 +332,11 @@ def write(tmp_path: Path):
     return to_file
 
 
-@BOTH
-def test_a_training_script_for_a_gpu_trains_and_ends_with_its_own_exit_code(
-    write, tmp_path: Path, command: tuple[str, ...]
-) -> None:
+def test_a_training_script_for_a_gpu_trains_and_ends_with_its_own_exit_code(write, tmp_path: Path) -> None:
     write("scripts/train.py", TRAIN)
     (tmp_path / "scripts/blocks").mkdir()
     write("scripts/blocks/mlp.py", BLOCK)
-    ran = execute(tmp_path, "scripts/train.py", "--steps", "5", command=command)
+    ran = execute(tmp_path, "scripts/train.py", "--steps", "5")
     assert ran.returncode == 7, ran.stderr
     losses = [float(word) for word in ran.stdout.split()[1:]]
     assert len(losses) == 5
@@ -434,29 +366,24 @@ def frames(traceback: str) -> list[str]:
     return [f"{Path(file).name}:{line}" for file, line in re.findall(r'File "(.*)", line (\d+)', traceback)]
 
 
-@BOTH
-def test_an_exception_in_the_script_shows_its_own_line_and_no_other(
-    write, tmp_path: Path, command: tuple[str, ...]
+CAUSED = "try:\n    import not_there\nexcept ImportError as error:\n    raise ValueError(1) from error"
+# Scripts that fail, what they import, the frames that are shown, and the last line.
+FAILING = [
+    ("x = 1\n\nraise ValueError('mine')", "", ["fails.py:3"], "ValueError: mine"),
+    ("import broken", CAUSED, ["broken.py:2", "fails.py:1", "broken.py:4"], "ValueError: 1"),
+    ("import broken", "x = = 1", ["fails.py:1", "broken.py:1"], "SyntaxError: invalid syntax"),
+]
+
+
+@pytest.mark.parametrize(("script", "module", "shown", "last"), FAILING)
+def test_an_exception_shows_the_script_s_own_lines_and_causes_and_no_others(
+    write, tmp_path: Path, script: str, module: str, shown: list[str], last: str
 ) -> None:
-    write("fails.py", "x = 1\n\nraise ValueError('mine')")
-    ran = execute(tmp_path, "fails.py", command=command)
-    assert ran.returncode == 1
-    assert frames(ran.stderr) == ["fails.py:3"]
-    assert ran.stderr.strip().endswith("ValueError: mine")
-
-
-def test_an_exception_in_a_module_of_the_script_s_shows_the_way_there_and_its_cause(write, tmp_path: Path) -> None:
-    write("fails.py", "import broken")
-    write("broken.py", "try:\n    import not_there\nexcept ImportError as error:\n    raise ValueError from error")
-    assert frames(execute(tmp_path, "fails.py").stderr) == ["broken.py:2", "fails.py:1", "broken.py:4"]
-
-
-def test_a_script_that_is_not_python_shows_the_line_and_nothing_of_what_parsed_it(write, tmp_path: Path) -> None:
-    write("fails.py", "import broken")
-    write("broken.py", "x = = 1")
+    write("fails.py", script)
+    write("broken.py", module)
     ran = execute(tmp_path, "fails.py")
-    assert (ran.returncode, frames(ran.stderr)) == (1, ["fails.py:1", "broken.py:1"])
-    assert ran.stderr.strip().endswith("SyntaxError: invalid syntax")
+    assert (ran.returncode, frames(ran.stderr)) == (1, shown)
+    assert ran.stderr.strip().endswith(last)
 
 
 def test_a_hook_that_the_script_sets_for_exceptions_is_called(write, tmp_path: Path) -> None:
@@ -505,27 +432,20 @@ def fresh_choice() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_choice")
-@pytest.mark.parametrize(("name", "capability"), [("ada", (8, 9)), ("hopper", (9, 0)), ("Blackwell", (10, 0))])
-def test_the_environment_names_the_gpu(name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARITY_EMULATED_GPU", name)
-    assert cuda.get_device_capability() == capability
-    assert name.lower() in cuda.get_device_name().lower()
-    properties = cuda.get_device_properties()
-    assert (properties.major, properties.minor) == capability
-
-
-@pytest.mark.usefixtures("fresh_choice")
-def test_the_gpu_is_a_hopper_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "capability"), [("ada", (8, 9)), ("hopper", (9, 0)), ("Blackwell", (10, 0)), (None, (9, 0))]
+)
+def test_the_environment_names_the_gpu_once_and_it_is_a_hopper_unless_named(
+    name: str | None, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PARITY_EMULATED_GPU", raising=False)
-    assert cuda.get_device_properties() is cuda.HOPPER
-
-
-@pytest.mark.usefixtures("fresh_choice")
-def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARITY_EMULATED_GPU", "ada")
-    assert cuda.get_device_capability() == (8, 9)
-    monkeypatch.setenv("PARITY_EMULATED_GPU", "blackwell")
-    assert cuda.get_device_capability() == (8, 9)
+    if name is not None:
+        monkeypatch.setenv("PARITY_EMULATED_GPU", name)
+    assert (name or "hopper").lower() in cuda.get_device_name().lower()
+    for _ in ("named", "named otherwise"):
+        properties = cuda.get_device_properties()
+        assert cuda.get_device_capability() == (properties.major, properties.minor) == capability
+        monkeypatch.setenv("PARITY_EMULATED_GPU", "ada")
 
 
 @pytest.mark.usefixtures("fresh_choice")

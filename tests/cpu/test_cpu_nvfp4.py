@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import warnings
@@ -14,14 +13,11 @@ import numpy as np
 import nvfp4_reference
 import pytest
 import torch
-from emulated_gpu import emulated
 from gemm_oracle import in_fp64, operands, product
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from te_on_cpu import cuda, nvfp4
+from te_on_cpu import cast, nvfp4
 
 TE = te.kernels("cpu").te
 pytestmark = pytest.mark.usefixtures("blackwell")
@@ -35,12 +31,6 @@ def test_all_codes_decode_to_their_values_and_back() -> None:
     assert torch.equal(nvfp4.codes_of(VALUES), codes)
 
 
-def test_ties_go_to_the_even_code() -> None:
-    ties = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES)])
-    assert nvfp4.codes_of(ties).tolist() == [0, 2, 2, 4, 4, 6, 6]
-    assert nvfp4.codes_of(-ties).tolist() == [8, 10, 10, 12, 12, 14, 14]
-
-
 @pytest.mark.parametrize("encode", [nvfp4.codes_of, nvfp4.codes_at_random])
 @pytest.mark.parametrize(("value", "code"), [(6.5, 7), (-1e30, 15), (math.inf, 7), (-math.inf, 15), (math.nan, 7)])
 def test_values_beyond_6_saturate_and_nan_is_6(encode: Callable[[Tensor], Tensor], value: float, code: int) -> None:
@@ -51,29 +41,12 @@ def test_a_nan_has_no_sign() -> None:
     assert nvfp4.codes_of(torch.tensor([-math.nan]).copysign(torch.tensor(-1.0))).item() == 7
 
 
-@given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=64))
-def test_encode_rounds_as_ml_dtypes_does(numbers: list[float]) -> None:
-    values = torch.tensor(numbers)
-    expected = values.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    codes = nvfp4.codes_of(values)
-    assert np.array_equal(VALUES[codes.int()].numpy(), expected)
-    assert torch.equal(codes >= 8, values.signbit())
-
-
-@pytest.mark.parametrize("low_bits", [0x0000, 0x0001, 0x8000, 0xFFFF])
-def test_encode_rounds_as_ml_dtypes_does_whatever_the_upper_bits(low_bits: int) -> None:
+@pytest.mark.parametrize("low_bits", [0x0000, 0x0001, 0xFFFF])
+def test_values_on_a_tie_and_around_it_and_all_others_round_as_ml_dtypes_does(low_bits: int) -> None:
     values = ((torch.arange(1 << 16, dtype=torch.int32) << 16) | low_bits).view(torch.float32)
     values = values[~values.isnan()]
     expected = values.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     assert np.array_equal(nvfp4.codes_of(values).numpy(), expected)
-
-
-@pytest.mark.parametrize("boundary", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-def test_neighbours_of_a_tie_go_to_its_two_sides(boundary: float) -> None:
-    tie = torch.tensor(boundary)
-    around = torch.stack([torch.nextafter(tie, torch.tensor(0.0)), torch.nextafter(tie, torch.tensor(9.0))])
-    below, above = nvfp4.codes_of(around).tolist()
-    assert above == below + 1
 
 
 def test_the_first_of_a_pair_lies_in_the_low_bits() -> None:
@@ -83,27 +56,18 @@ def test_the_first_of_a_pair_lies_in_the_low_bits() -> None:
     assert torch.equal(nvfp4.unpack(packed), codes)
 
 
-def test_transpose_is_that_of_the_codes() -> None:
+@pytest.mark.parametrize("transpose", [nvfp4.transpose, cast.nvfp4_data_transpose])
+def test_transpose_is_that_of_the_codes(transpose: Callable[[Tensor], Tensor]) -> None:
     codes = torch.randint(16, (6, 8), dtype=torch.uint8)
-    assert torch.equal(nvfp4.unpack(nvfp4.transpose(nvfp4.pack(codes))), codes.t())
+    assert torch.equal(nvfp4.unpack(transpose(nvfp4.pack(codes))), codes.t())
 
 
-@pytest.mark.parametrize("value", [0.1, -0.3, 0.5, 1.2, -1.75, 2.9, -3.0, 5.9])
-def test_stochastic_rounding_has_the_value_as_its_mean(value: float) -> None:
-    torch.manual_seed(0)
-    draws = 20000
-    decoded = VALUES[nvfp4.codes_at_random(torch.full((draws,), value)).int()]
-    assert len(set(decoded.tolist())) <= 2
-    # Six standard deviations of the mean of a variable that is at most 2 wide.
-    assert abs(decoded.mean().item() - value) < 6 * 1.0 / math.sqrt(draws)
-
-
-def test_stochastic_rounding_is_linear_between_any_two_neighbours() -> None:
+@pytest.mark.parametrize(("sign", "sign_bit"), [(1, 0), (-1, 8)])
+def test_stochastic_rounding_has_the_value_as_its_mean_between_any_two_neighbours(sign: int, sign_bit: int) -> None:
     torch.manual_seed(0)
     draws, fractions = 4000, torch.arange(1, 16) / 16
-    for code, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)):
-        values = (low + fractions * (high - low)).repeat(draws, 1)
-        codes = nvfp4.codes_at_random(values)
+    for code, (low, high) in enumerate(itertools.pairwise(MAGNITUDES), sign_bit):
+        codes = nvfp4.codes_at_random(sign * (low + fractions * (high - low)).repeat(draws, 1))
         assert set(codes.unique().tolist()) == {code, code + 1}
         # Six standard deviations of the mean of a variable that is 0 or 1.
         assert ((codes == code + 1).float().mean(0) - fractions).abs().max() < 6 * 0.5 / math.sqrt(draws)
@@ -182,16 +146,7 @@ def test_columns_are_quantized_after_a_hadamard_transform(signs: bool) -> None:
     assert_equal_to_reference(tensor, nvfp4_reference.quantizer(**options).quantize(values))
 
 
-@settings(max_examples=50)
-@given(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=16, max_size=64), st.integers(-150, 60))
-def test_any_values_equal_the_reference(numbers: list[float], exponent: int) -> None:
-    values = torch.tensor(numbers).resize_(len(numbers) // 16, 16).repeat_interleave(16, 0) * 2.0**exponent
-    with emulated(cuda.BLACKWELL):
-        tensor = TE.NVFP4Quantizer()(values)
-        assert_equal_to_reference(tensor, nvfp4_reference.quantizer().quantize(values))
-
-
-@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-40, 1e-36, 3e38])
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-40, 1e-36, 1.0, 3e38])
 def test_extreme_amaxes_equal_the_reference(amax: float) -> None:
     values = torch.linspace(-1, 1, 256).view(16, 16) * amax
     assert_equal_to_reference(TE.NVFP4Quantizer()(values), nvfp4_reference.quantizer().quantize(values))
@@ -210,19 +165,16 @@ def test_fast_math_is_warned_of_once_and_changes_nothing(monkeypatch: pytest.Mon
     assert torch.equal(fast._rowwise_data, plain._rowwise_data)
 
 
-OPTIONS_4OVER6 = [
-    {"nvfp4_4over6_err_mode": mode, "nvfp4_e4m3_max": limit, **more}
-    for mode in ("MAE", "MSE")
-    for limit in (256, 448)
-    for more in ({}, {"with_2d_quantization": True}, {"row_scaled_nvfp4": True, "columnwise": False})
-]
-
-
 @pytest.mark.parametrize("is_fast", [False, True])
-@pytest.mark.parametrize("options", OPTIONS_4OVER6, ids=str)
+@pytest.mark.parametrize("mode", ["MAE", "MSE"])
+@pytest.mark.parametrize("limit", [256, 448])
+@pytest.mark.parametrize(
+    "more", [{}, {"with_2d_quantization": True}, {"row_scaled_nvfp4": True, "columnwise": False}], ids=str
+)
 def test_4over6_takes_the_scale_that_the_reference_takes(
-    options: dict[str, Any], is_fast: bool, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], limit: int, mode: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options = {"nvfp4_4over6_err_mode": mode, "nvfp4_e4m3_max": limit, **more}
     if not nvfp4_reference.knows(TE.NVFP4Quantizer, "nvfp4_use_4over6"):
         pytest.skip("this TransformerEngine has no 4over6")
     fast = {"nvfp4_4over6_err_use_fast_math": True} if is_fast else {}
@@ -234,15 +186,6 @@ def test_4over6_takes_the_scale_that_the_reference_takes(
     tensor = TE.NVFP4Quantizer(nvfp4_use_4over6=True, **options)(values)
     reference = nvfp4_reference.quantizer(nvfp4_use_4over6=True, **fast, **options).quantize(values)
     assert_equal_to_reference(tensor, reference)
-
-
-def test_4over6_takes_both_scales() -> None:
-    if not nvfp4_reference.knows(TE.NVFP4Quantizer, "nvfp4_use_4over6"):
-        pytest.skip("this TransformerEngine has no 4over6")
-    values = values_of(ROWS, COLUMNS)
-    mixed, plain = TE.NVFP4Quantizer(nvfp4_use_4over6=True)(values), TE.NVFP4Quantizer()(values)
-    share = (mixed._rowwise_scale_inv != plain._rowwise_scale_inv)[:ROWS, : COLUMNS // 16].float().mean()
-    assert 0.05 < share < 0.95
 
 
 def test_row_scaling_has_an_amax_for_each_row() -> None:
@@ -270,32 +213,6 @@ def test_stochastic_rounding_has_the_scales_of_the_nearest_and_neighbouring_code
     assert 0.05 < distance.float().mean() < 0.5
 
 
-def test_the_mean_of_stochastic_roundings_is_the_value() -> None:
-    torch.manual_seed(0)
-    values = torch.randn(32, 32, dtype=BF16)
-    quantizer = TE.NVFP4Quantizer(stochastic_rounding=True, columnwise=False)
-    draws = 400
-    mean = torch.stack([quantizer(values).dequantize(dtype=FP32) for _ in range(draws)]).mean(0)
-    error = (mean - values.float()).abs()
-    amax = values.float().abs().view(32, 2, 16).amax(-1, keepdim=True).expand(32, 2, 16).reshape(32, 32)
-    # The scale is rounded to E4M3, by at most 1 / 16, so that the largest code may lie below the amax by as much.
-    can_be_reached = values.float().abs() < amax * 15 / 16
-    widest_step = amax / 3 * 17 / 16
-    assert (error <= 5 * 0.5 * widest_step / math.sqrt(draws))[can_be_reached].all()
-
-
-def test_buffers_have_the_shapes_that_te_states() -> None:
-    quantizer = TE.NVFP4Quantizer()
-    for shape in ((64, 48), (2, 24, 32)):
-        rows = math.prod(shape[:-1])
-        for tensor in (quantizer(values_of(*shape)), quantizer.make_empty(shape, dtype=BF16, device="cpu")):
-            assert tensor.shape == shape
-            assert tensor._rowwise_data.shape == (*shape[:-1], shape[-1] // 2)
-            assert tensor._columnwise_data.numel() == shape[-1] * rows // 2
-            assert tensor._rowwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=False)
-            assert tensor._columnwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=True)
-
-
 def test_dequantize_multiplies_code_scale_and_amax() -> None:
     tensor = TE.NVFP4Quantizer()(values_of(ROWS, COLUMNS, dtype=FP32))
     codes = nvfp4.values_of(tensor._rowwise_data).double()
@@ -317,27 +234,6 @@ def test_update_usage_makes_the_columns_of_square_blocks() -> None:
     assert tensor._rowwise_data is None
 
 
-def test_a_tensor_can_be_viewed_cloned_saved_and_filled_again() -> None:
-    quantizer = TE.NVFP4Quantizer()
-    tensor = quantizer(values_of(2, 32, 64))
-    assert torch.equal(tensor.view(64, 64).dequantize(), tensor.dequantize().view(64, 64))
-    assert torch.equal(tensor.clone().dequantize(), tensor.dequantize())
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False).dequantize(), tensor.dequantize())
-    before, other = tensor._rowwise_data, -values_of(2, 32, 64)
-    tensor.copy_(other)
-    assert tensor._rowwise_data is before
-    assert torch.equal(tensor.dequantize(), quantizer(other).dequantize())
-
-
-def test_sizes_that_are_no_multiples_of_16_are_refused() -> None:
-    for shape in ((16, 24), (17, 32)):
-        with pytest.raises(RuntimeError, match=r"NVFP4 needs tensors .* divisible by 16"):
-            TE.NVFP4Quantizer()(torch.ones(shape))
-
-
 def test_a_hadamard_transform_takes_bf16_alone() -> None:
     with pytest.raises(RuntimeError, match=r"random Hadamard transform takes bfloat16 .* torch\.float32"):
         TE.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(torch.ones(16, 16))
@@ -352,21 +248,17 @@ def test_the_hadamard_transform_keeps_inner_products() -> None:
     torch.testing.assert_close(rotated, x.double() @ y.double().t(), rtol=0, atol=0.15)
 
 
-def quantized_product(layout: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return a GEMM of two quantized tensors, and the product of the original values in FP64."""
+TRANSFORMED = {"with_rht": True, "with_post_rht_amax": True}
+
+
+@pytest.mark.parametrize(("layout", "options"), [("TN", {}), ("NN", {}), ("NT", {}), ("NT", TRANSFORMED)])
+def test_a_gemm_is_as_exact_as_four_bits_allow_and_transforms_of_both_factors_cancel(
+    layout: str, options: dict[str, Any]
+) -> None:
     a, b = operands(layout, 96, 96, 128, BF16)
     quantizer = TE.NVFP4Quantizer(**options)
-    return product(quantizer(a), quantizer(b), layout, FP32, use_split_accumulator=True), in_fp64(a, b, layout)
-
-
-@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-def test_a_gemm_is_as_exact_as_four_bits_allow_in_every_layout(layout: str) -> None:
-    result, exact = quantized_product(layout)
-    assert 0.05 < (result - exact).norm() / exact.norm() < 0.17
-
-
-def test_a_gemm_of_two_transformed_tensors_is_the_product_of_the_plain_ones() -> None:
-    result, exact = quantized_product("NT", with_rht=True, with_post_rht_amax=True)
+    result = product(quantizer(a), quantizer(b), layout, FP32, use_split_accumulator=True)
+    exact = in_fp64(a, b, layout)
     assert 0.05 < (result - exact).norm() / exact.norm() < 0.17
 
 

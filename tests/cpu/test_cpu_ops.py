@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from activation_oracle import DEFINITIONS, clamped_swiglu, gelu, halves
 from emulated_gpu import emulated
 from packaging.version import Version
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear, normalize, relu, rms_norm, silu
+from torch.nn.functional import layer_norm, linear, normalize, relu, rms_norm
 
 from parity import te
 from parity.numerics import formats
@@ -29,33 +30,6 @@ def operations() -> ModuleType:
     import transformer_engine.pytorch.ops as ops
 
     return ops
-
-
-def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return the gated form of an activation, which TE applies to the first half of the features."""
-    return lambda x: activation(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
-
-
-def tanh_gelu(x: Tensor) -> Tensor:
-    return gelu(x, approximate="tanh")
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    return x * (1.702 * x).sigmoid()
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    return relu(x).square()
-
-
-def clamped_swiglu(x: Tensor, limit: float = 7.0) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return quick_gelu(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)
-
-
-def situglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return 4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh()
 
 
 def compare(
@@ -92,7 +66,6 @@ def compare(
     torch.autograd.backward(ours, grads)
     pairs = [*zip(ours, theirs, strict=True), *((a.grad, b.grad) for a, b in zip(leaves, copies, strict=True))]
     for actual, expected in pairs:
-        assert actual is not None
         error = (actual.double() - expected).norm()
         assert error <= (TOLERANCE[dtype] if tolerance is None else tolerance) * expected.norm()
 
@@ -104,25 +77,24 @@ def make_recipe(name: str) -> Any:
     return getattr(recipe, name)()
 
 
-def fused_sequences(dtype: torch.dtype) -> dict[str, tuple[list[Any], Callable[..., Any], int]]:
-    """Return sequences that TE fuses in the forward pass, in the backward pass, or in both.
+def sequences(dtype: torch.dtype) -> dict[str, tuple[list[Any], Callable[..., Any], int]]:
+    """Return operations alone, and sequences that TE fuses in the forward pass, in the backward pass, or in both.
 
     Returns:
         By name: operations, formula, and the number of extra inputs.
     """
     ops, options = operations(), {"device": "cpu", "dtype": dtype}
+    size, swiglu = (WIDTH,), DEFINITIONS["swiglu"]
 
-    def make_linear(bias: bool = True, inner: int = WIDTH) -> Any:
-        return ops.Linear(inner, WIDTH, bias=bias, **options)
+    def make_linear(bias: bool = True) -> Any:
+        return ops.Linear(WIDTH, WIDTH, bias=bias, **options)
 
+    norm, add = ops.LayerNorm(WIDTH, **options), ops.AddExtraInput(in_place=True)
+    mlp = [norm, make_linear(False), ops.SwiGLU(), ops.Linear(WIDTH // 2, WIDTH, **options)]
     return {
-        "linear bias add": (
-            [make_linear(), ops.AddExtraInput(in_place=True)],
-            lambda x, w, b, e: linear(x, w, b) + e,
-            1,
-        ),
+        "linear bias add": ([make_linear(), add], lambda x, w, b, e: linear(x, w, b) + e, 1),
         "linear scale add": (
-            [make_linear(False), ops.ConstantScale(0.5), ops.AddExtraInput(in_place=True)],
+            [make_linear(False), ops.ConstantScale(0.5), add],
             lambda x, w, e: 0.5 * linear(x, w) + e,
             1,
         ),
@@ -133,53 +105,69 @@ def fused_sequences(dtype: torch.dtype) -> dict[str, tuple[list[Any], Callable[.
         ),
         "extra output norm": (
             [ops.MakeExtraOutput(), ops.RMSNorm(WIDTH, **options)],
-            lambda x, w: (rms_norm(x, (WIDTH,), w, 1e-5), x),
+            lambda x, w: (rms_norm(x, size, w, 1e-5), x),
             0,
         ),
         "linear activation linear": (
             [make_linear(), ops.GELU(), make_linear()],
-            lambda x, w, b, v, c: linear(tanh_gelu(linear(x, w, b)), v, c),
+            lambda x, w, b, v, c: linear(gelu(linear(x, w, b)), v, c),
             0,
         ),
         "norm mlp": (
-            [
-                ops.LayerNorm(WIDTH, **options),
-                make_linear(False),
-                ops.SwiGLU(),
-                ops.Linear(WIDTH // 2, WIDTH, **options),
-            ],
-            lambda x, g, h, w, v, c: linear(gated(silu)(linear(layer_norm(x, (WIDTH,), g, h, 1e-5), w)), v, c),
+            mlp,
+            lambda x, g, h, w, v, c: linear(swiglu(linear(layer_norm(x, size, g, h, 1e-5), w)), v, c),
             0,
         ),
+        "layer norm": ([norm], lambda x, w, b: layer_norm(x, size, w, b, 1e-5), 0),
+        "rms norm": ([ops.RMSNorm(WIDTH, **options)], lambda x, w: rms_norm(x, size, w, 1e-5), 0),
+        "linear": ([ops.Linear(WIDTH, 48, **options)], linear, 0),
+        "basic linear": ([ops.BasicLinear(WIDTH, 48, **options)], linear, 0),
+        "bias": ([ops.Bias(WIDTH, **options)], lambda x, b: x + b, 0),
+        "constant scale": ([ops.ConstantScale(0.5)], lambda x: 0.5 * x, 0),
+        "reshape": ([ops.Reshape((-1, 16))], lambda x: x.view(-1, 16), 0),
+        "add extra input": ([ops.AddExtraInput()], lambda x, e: x + e, 1),
+        "make extra output": ([ops.MakeExtraOutput()], lambda x: (x, x), 0),
     }
 
 
+# By sequence: one of the operations that TE makes of it in the forward pass, and one in the backward pass.
+FUSIONS = {
+    "linear bias add": ("ForwardLinearBiasAdd", "BasicLinear"),
+    "linear scale add": ("ForwardLinearScaleAdd", "BackwardLinearScale"),
+    "extra output linear": ("MakeExtraOutput", "BackwardLinearAdd"),
+    "extra output norm": ("MakeExtraOutput", "BackwardAddRMSNorm"),
+    "linear activation linear": ("ForwardLinearBiasActivation", "BackwardActivationBias"),
+    "norm mlp": ("LayerNorm", "SwiGLU"),
+}
 DTYPES = [FP32, BF16, FP16]
 
+ACTIVATIONS = (
+    "GELU",
+    "GEGLU",
+    "GLU",
+    "QGELU",
+    "QGEGLU",
+    "ReLU",
+    "ReGLU",
+    "SReLU",
+    "SReGLU",
+    "SiLU",
+    "SwiGLU",
+    "SiTUGLU",
+)
 WITHOUT_PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "GELU": tanh_gelu,
-    "GEGLU": gated(tanh_gelu),
-    "GLU": gated(torch.sigmoid),
-    "QGELU": quick_gelu,
-    "QGEGLU": gated(quick_gelu),
-    "ReLU": relu,
-    "ReGLU": gated(relu),
-    "SReLU": squared_relu,
-    "SReGLU": gated(squared_relu),
-    "SiLU": silu,
-    "SwiGLU": gated(silu),
+    **{name: DEFINITIONS[name.lower()] for name in ACTIVATIONS},
+    "ClampedSwiGLU": DEFINITIONS["clamped_swiglu"],
     "Identity": lambda x: x,
     "L2Normalization": lambda x: normalize(x, eps=1e-6),
-    "ClampedSwiGLU": clamped_swiglu,
-    "SiTUGLU": situglu,
 }
 # Scaled activations: their options, and the function whose rows they multiply by factors.
 SCALED: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
-    "ScaledSwiGLU": ({}, gated(silu)),
-    "ScaledSReLU": ({}, squared_relu),
+    "ScaledSwiGLU": ({}, DEFINITIONS["swiglu"]),
+    "ScaledSReLU": ({}, DEFINITIONS["srelu"]),
     "ScaledTanhSReLU": ({"tanh_clamp_scale": 2.0}, lambda x: (2 * (relu(x) / 2).tanh()).square()),
-    "ScaledSiTUGLU": ({}, situglu),
-    "ScaledClampedQGeGLU": ({"limit": 1.0}, lambda x: clamped_swiglu(x, 1.0)),
+    "ScaledSiTUGLU": ({}, DEFINITIONS["situglu"]),
+    "ScaledClampedQGeGLU": ({"limit": 1.0}, halves(clamped_swiglu, 1.0)),
 }
 
 
@@ -203,24 +191,11 @@ def test_a_scaled_activation_multiplies_each_row(name: str, dtype: torch.dtype) 
     compare([operation(name, **options)], lambda x, s: function(x) * s[:, None], dtype, scales)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_linear_and_bias_are_their_formulas(dtype: torch.dtype) -> None:
-    ops, options = operations(), {"device": "cpu", "dtype": dtype}
-    compare([ops.LayerNorm(WIDTH, **options)], lambda x, w, b: layer_norm(x, (WIDTH,), w, b, 1e-5), dtype)
-    compare([ops.RMSNorm(WIDTH, **options)], lambda x, w: rms_norm(x, (WIDTH,), w, 1e-5), dtype)
-    compare([ops.Linear(WIDTH, 48, **options)], linear, dtype)
-    compare([ops.BasicLinear(WIDTH, 48, **options)], linear, dtype)
-    compare([ops.Bias(WIDTH, **options)], lambda x, b: x + b, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_operations_that_move_and_scale_are_their_formulas(dtype: torch.dtype) -> None:
-    ops = operations()
-    other = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
-    compare([ops.ConstantScale(0.5)], lambda x: 0.5 * x, dtype)
-    compare([ops.Reshape((-1, 16))], lambda x: x.view(-1, 16), dtype)
-    compare([ops.AddExtraInput()], lambda x, e: x + e, dtype, other)
-    compare([ops.MakeExtraOutput()], lambda x: (x, x), dtype)
+def experts(names: list[str], parameters: Sequence[Tensor], x: Tensor, splits: Tensor) -> Tensor:
+    """Return what a linear of its own computes from each part of the rows."""
+    p = dict(zip(names, parameters, strict=False))
+    parts = enumerate(x.split(splits.tolist()))
+    return torch.cat([linear(part, p[f"weight{i}"], p[f"bias{i}"]) for i, part in parts])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -228,21 +203,19 @@ def test_grouped_linear_is_a_linear_for_each_group(dtype: torch.dtype) -> None:
     splits = torch.tensor([16, 0, 16])
     module = operations().GroupedLinear(3, WIDTH, 48, device="cpu", dtype=dtype)
     names = [name for name, _ in module.named_parameters()]
+    compare([module], lambda x, *rest: experts(names, rest, x, splits), dtype, splits)
 
-    def formula(x: Tensor, *rest: Tensor) -> Tensor:
-        p = dict(zip(names, rest, strict=False))
-        parts = enumerate(x.split(splits.tolist()))
-        return torch.cat([linear(part, p[f"weight{i}"], p[f"bias{i}"]) for i, part in parts])
 
-    compare([module], formula, dtype, splits)
+def compare_sequence(name: str, dtype: torch.dtype, **options: Any) -> None:
+    ops, formula, extras = sequences(dtype)[name]
+    inputs = [torch.randn(ROWS, WIDTH).to(dtype).requires_grad_() for _ in range(extras)]
+    compare(ops, formula, dtype, *inputs, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", fused_sequences(FP32))
-def test_fused_sequences_are_their_formulas(name: str, dtype: torch.dtype) -> None:
-    ops, formula, extras = fused_sequences(dtype)[name]
-    inputs = [torch.randn(ROWS, WIDTH).to(dtype).requires_grad_() for _ in range(extras)]
-    compare(ops, formula, dtype, *inputs)
+@pytest.mark.parametrize("name", sequences(FP32))
+def test_operations_and_fused_sequences_are_their_formulas(name: str, dtype: torch.dtype) -> None:
+    compare_sequence(name, dtype)
 
 
 # By recipe: the GPU that supports it, and the roundings of operands, as a comparison's expected error models them.
@@ -279,27 +252,14 @@ def tolerance_of(recipe: str) -> float:
     return 6**0.5 * worst + 2.0**-6
 
 
-@pytest.mark.parametrize("name", fused_sequences(BF16))
+@pytest.mark.parametrize("name", FUSIONS)
 def test_fused_sequences_err_by_the_rounding_of_the_recipe(name: str, recipe: str) -> None:
-    ops, formula, extras = fused_sequences(BF16)[name]
-    inputs = [torch.randn(ROWS, WIDTH).to(BF16).requires_grad_() for _ in range(extras)]
-    compare(ops, formula, BF16, *inputs, tolerance=tolerance_of(recipe), recipe=make_recipe(recipe))
-
-
-# By sequence: one of the operations that TE makes of it in the forward pass, and one in the backward pass.
-FUSIONS = {
-    "linear bias add": ("ForwardLinearBiasAdd", "BasicLinear"),
-    "linear scale add": ("ForwardLinearScaleAdd", "BackwardLinearScale"),
-    "extra output linear": ("MakeExtraOutput", "BackwardLinearAdd"),
-    "extra output norm": ("MakeExtraOutput", "BackwardAddRMSNorm"),
-    "linear activation linear": ("ForwardLinearBiasActivation", "BackwardActivationBias"),
-    "norm mlp": ("LayerNorm", "SwiGLU"),
-}
+    compare_sequence(name, BF16, tolerance=tolerance_of(recipe), recipe=make_recipe(recipe))
 
 
 @pytest.mark.parametrize("name", FUSIONS)
 def test_te_fuses_what_the_sequences_are_for(name: str) -> None:
-    ops, _, extras = fused_sequences(BF16)[name]
+    ops, _, extras = sequences(BF16)[name]
     model = operations().Sequential(*ops)
     inputs = [torch.randn(ROWS, WIDTH).to(BF16).requires_grad_() for _ in range(1 + extras)]
     with te.kernels("cpu").te.autocast(enabled=True, recipe=make_recipe("DelayedScaling")):
@@ -310,25 +270,24 @@ def test_te_fuses_what_the_sequences_are_for(name: str) -> None:
     assert FUSIONS[name][1] in backward
 
 
+def results_of(candidate: Any, parameters: Sequence[Tensor], recipe: str, features: int) -> list[Tensor]:
+    """Return the output and the gradients of one step, with the same seeds each time."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, generator=rng).to(BF16).requires_grad_()
+    torch.manual_seed(0)  # NVFP4 rounds gradients stochastically
+    with TE.autocast(enabled=True, recipe=make_recipe(recipe)):
+        y = candidate(x)
+    y.backward(torch.randn(ROWS, features, generator=rng).to(BF16))
+    return [y, x.grad, *(parameter.grad for parameter in parameters)]
+
+
 def test_linear_operation_and_linear_module_are_the_same_to_the_bit(recipe: str) -> None:
     module = TE.Linear(WIDTH, 96, params_dtype=BF16, device="cpu")
     operation = operations().Linear(WIDTH, 96, dtype=BF16, device="cpu")
     operation.weight.data.copy_(module.weight)
     operation.bias.data.copy_(module.bias)
-    x, grad, results = torch.randn(ROWS, WIDTH).to(BF16), torch.randn(ROWS, 96).to(BF16), []
-    for candidate in (module, operation):
-        torch.manual_seed(0)  # NVFP4 rounds gradients stochastically
-        inp = x.clone().requires_grad_()
-        with TE.autocast(enabled=True, recipe=make_recipe(recipe)):
-            y = candidate(inp)
-        y.backward(grad)
-        results.append((y, inp.grad, candidate.weight.grad, candidate.bias.grad))
+    results = [results_of(one, [one.weight, one.bias], recipe, 96) for one in (module, operation)]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def experts(linears: dict[str, Tensor], x: Tensor, splits: Tensor) -> Tensor:
-    parts = enumerate(x.split(splits.tolist()))
-    return torch.cat([linear(part, linears[f"weight{i}"], linears[f"bias{i}"]) for i, part in parts])
 
 
 def test_a_grouped_mlp_is_an_mlp_for_each_expert(recipe: str) -> None:
@@ -341,10 +300,8 @@ def test_a_grouped_mlp_is_an_mlp_for_each_expert(recipe: str) -> None:
     scales = torch.rand(256, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def formula(x: Tensor, *rest: Tensor) -> Tensor:
-        up = dict(zip(names[0], rest, strict=False))
-        down = dict(zip(names[1], rest[len(names[0]) :], strict=False))
-        hidden = gated(silu)(experts(up, x, splits)) * rest[-3][:, None]
-        return experts(down, hidden, splits)
+        hidden = DEFINITIONS["swiglu"](experts(names[0], rest, x, splits)) * rest[-3][:, None]
+        return experts(names[1], rest[len(names[0]) :], hidden, splits)
 
     compare(
         [first, ops.ScaledSwiGLU(), second],
@@ -358,16 +315,11 @@ def test_a_grouped_mlp_is_an_mlp_for_each_expert(recipe: str) -> None:
 
 
 def test_a_quantize_operation_changes_nothing_but_where_the_cast_happens(recipe: str) -> None:
-    ops = operations()
-    x, grad, results = torch.randn(ROWS, WIDTH).to(BF16), torch.randn(ROWS, WIDTH).to(BF16), []
+    ops, results = operations(), []
     for before in ([], [ops.Quantize()]):
         torch.manual_seed(0)
         layer = ops.Linear(WIDTH, WIDTH, device="cpu", dtype=BF16)
-        inp = x.clone().requires_grad_()
-        with TE.autocast(enabled=True, recipe=make_recipe(recipe)):
-            y = ops.Sequential(*before, layer)(inp)
-        y.backward(grad)
-        results.append((y, inp.grad, layer.weight.grad))
+        results.append(results_of(ops.Sequential(*before, layer), [layer.weight], recipe, WIDTH))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -50,7 +50,6 @@ def _cases() -> list[Parallel]:
     attention = dict(num_gqa_groups=GROUPS, attention_dropout=0.0, fuse_qkv_params=False)
     mlp = dict(activation="swiglu", normalization="RMSNorm")
     layer = ((HIDDEN, FFN, HEADS), dict(**attention, **mlp, hidden_dropout=0.0, self_attn_mask_type="causal"))
-    causal = ((HIDDEN, HEADS), dict(**attention, attn_mask_type="causal"))
     everything, tokens = (None, None), (0, 0)
     return [
         Parallel("Linear", (HIDDEN, FFN), spread=column, split=(None, -1)),
@@ -60,8 +59,6 @@ def _cases() -> list[Parallel]:
         Parallel("LayerNormLinear", (HIDDEN, FFN), spread={**column, **sequence}, split=(0, -1)),
         Parallel("LayerNormMLP", (HIDDEN, FFN), mlp, whole, everything),
         Parallel("LayerNormMLP", (HIDDEN, FFN), mlp, {**whole, **sequence}, tokens),
-        Parallel("MultiheadAttention", *causal, whole, everything),
-        Parallel("MultiheadAttention", *causal, {**whole, **sequence}, tokens),
         Parallel("TransformerLayer", *layer, whole, everything),
         Parallel("TransformerLayer", *layer, {**whole, **sequence}, tokens),
         Parallel("TransformerLayer", *layer, whole, everything, torch.bfloat16),

@@ -42,13 +42,16 @@ def as_cublas_reads(scales: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_scales_lie_as_cublas_reads_them_if_the_quantizer_optimizes_for_a_gemm(
+def test_scales_lie_as_cublas_reads_them_once_the_quantizer_or_a_call_has_swizzled_them(
     blackwell: ModuleType, name: str
 ) -> None:
     quantizer, values = quantizer_of(blackwell, name), values_of()
-    plain = quantizer(values)
+    plain, later = quantizer(values), quantizer(values)
+    for _ in ("swizzled", "left as they are"):
+        recipe.swizzle_scales_for_gemm_(later)
     quantizer.optimize_for_gemm = True
-    for swizzled in (quantizer(values), quantizer.update_quantized(values, quantizer.make_empty(values.shape))):
+    refilled = quantizer.update_quantized(values, quantizer.make_empty(values.shape))
+    for swizzled in (later, quantizer(values), refilled):
         assert swizzled._with_gemm_swizzled_scales
         assert not plain._with_gemm_swizzled_scales
         for direction in ("_rowwise", "_columnwise"):
@@ -92,19 +95,6 @@ def test_kernels_read_the_same_from_swizzled_scales(blackwell: ModuleType, name:
     of_both = [product(swizzled, swizzled, layout, torch.float32), product(swizzled, plain, layout, torch.float32)]
     for found in of_both:
         assert torch.equal(found, product(plain, plain, layout, torch.float32))
-
-
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_a_tensor_is_swizzled_once(blackwell: ModuleType, name: str) -> None:
-    quantizer, values = quantizer_of(blackwell, name), values_of()
-    tensor = quantizer(values)
-    quantizer.optimize_for_gemm = True
-    swizzled = quantizer(values)
-    for _ in range(2):
-        recipe.swizzle_scales_for_gemm_(tensor)
-        assert tensor._with_gemm_swizzled_scales
-        assert torch.equal(tensor._rowwise_scale_inv, swizzled._rowwise_scale_inv)
-        assert torch.equal(tensor._columnwise_scale_inv, swizzled._columnwise_scale_inv)
 
 
 def test_tensors_are_swizzled_in_one_direction_and_marked_by_the_caller(blackwell: ModuleType) -> None:

@@ -60,10 +60,7 @@ def result_and_gradients(
 
 def te_root() -> Path:
     """Return the folder of the installed package without importing it."""
-    spec = importlib.util.find_spec("transformer_engine")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(importlib.util.find_spec("transformer_engine").origin).parent
 
 
 def _package(name: str, folder: Path) -> None:
