@@ -48,6 +48,10 @@ UNPADDED: dict[str, tuple[tuple[int, int], tuple[int, int], str, dict[str, str |
         (32, 24), (8, 32), "NN",
         {"hopper": None, "blackwell": "Leading dimension requirement on A .* 24, the layer's input features"},
     ),
+    "24 output features in the input's gradient": (
+        (24, 16), (32, 24), "NN",
+        dict(hopper="Leading dimension requirement on A .* 24, the layer's output features", blackwell=None),
+    ),
     "24 output features in a weight's gradient": (
         (32, 16), (32, 24), "NT",
         {"hopper": None, "blackwell": "Leading dimension requirement on B .* 24, the layer's output features"},
