@@ -90,7 +90,7 @@ def test_a_mask_of_another_size_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
-def test_te_dropout_operation_passes_the_gradient_of_kept_entries_alone_and_keeps_all_in_evaluation(
+def test_te_dropout_operation_passes_the_gradient_of_kept_entries_alone(
     dtype: torch.dtype,
 ) -> None:
     module = te.kernels("cpu").te.ops.Dropout(0.25)
