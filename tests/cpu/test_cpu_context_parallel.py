@@ -74,14 +74,6 @@ def _whole(parts: Sequence[Tensor], dim: int, lengths: Sequence[int]) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_chunks_of_all_ranks_are_the_sequences(ranks: int) -> None:
-    lengths = (8, 16, 24)
-    whole = torch.arange(48)
-    parts = [_of_rank(whole, rank, ranks, 0, lengths) for rank in range(ranks)]
-    assert torch.equal(_whole(parts, 0, lengths), whole)
-
-
 # Computations on ranks.
 
 

@@ -165,23 +165,25 @@ def test_a_bias_gradient_sums_b_over_the_inner_dimension_and_leaves_d_unbiased(d
     assert run(ones, threes, "NT", dtype, bias=torch.ones(16), grad=True)[1].tolist() == [48.0] * 16
 
 
+def tf32_operands(layout: str, dtype: torch.dtype) -> list[Tensor]:
+    """Return operands of a product ``[24, 40]`` that TF32 holds exactly."""
+    return [tensor_cores.round_to_tf32(factor.float()).to(dtype) for factor in operands(layout, 24, 40, 56, dtype)]
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_gelu_takes_the_unrounded_sum_and_its_input_is_returned_rounded(dtype: torch.dtype) -> None:
-    A, B = operands("TN", 24, 40, 56, dtype)
-    A, B = tensor_cores.round_to_tf32(A.float()).to(dtype), tensor_cores.round_to_tf32(B.float()).to(dtype)
+    A, B = tf32_operands("TN", dtype)
     bias = torch.randn(40).to(dtype)
     result, _, before, _ = run(A, B, bias=bias, gelu=True)
     exact = in_fp64(A, B, "TN") + bias.double()
-    rtol = UNIT_ROUNDOFF[dtype] * 1.01
-    torch.testing.assert_close(before.double(), exact, rtol=rtol, atol=2e-5)
-    torch.testing.assert_close(result.double(), gelu(exact, approximate="tanh"), rtol=rtol, atol=2e-5)
-    assert before.dtype == result.dtype == dtype
+    for actual, expected in ((before, exact), (result, gelu(exact, approximate="tanh"))):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=UNIT_ROUNDOFF[dtype] * 1.01, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_gradient_of_gelu_multiplies_the_sum(dtype: torch.dtype) -> None:
-    A, B = operands("NN", 24, 40, 56, dtype)
-    A, B = tensor_cores.round_to_tf32(A.float()).to(dtype), tensor_cores.round_to_tf32(B.float()).to(dtype)
+    A, B = tf32_operands("NN", dtype)
     before = torch.randn(24, 40).to(dtype)
     exact = before.double().requires_grad_()
     gelu(exact, approximate="tanh").backward(in_fp64(A, B, "NN"))

@@ -148,19 +148,6 @@ def test_factors_of_two_recipes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling"])
-@pytest.mark.parametrize("tokens", [8, 24])
-def test_a_linear_layer_trains_on_a_blackwell_with_few_tokens(recipe: str, tokens: int, blackwell: Any) -> None:
-    from transformer_engine.common import recipe as recipes
-
-    layer = blackwell.Linear(32, 16, params_dtype=BF16)
-    x = torch.randn(tokens, 32, dtype=BF16, requires_grad=True)
-    with blackwell.autocast(recipe=getattr(recipes, recipe)()):
-        layer(x).sum().backward()
-    # The weight's gradient is the sum of x over tokens, each of which FP8 holds to 1/16.
-    torch.testing.assert_close(layer.weight.grad, x.detach().sum(0).expand(16, 32), rtol=0, atol=tokens**0.5 / 4)
-
-
-@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling"])
 def test_experts_train_on_a_blackwell_with_any_number_of_tokens(recipe: str, blackwell: Any) -> None:
     from transformer_engine.common import recipe as recipes
 
