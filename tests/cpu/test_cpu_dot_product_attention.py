@@ -279,6 +279,16 @@ def test_the_largest_logit_of_each_head_is_returned(name: str) -> None:
     torch.testing.assert_close(largest, expected.to(BF16), rtol=2**-7, atol=0)
 
 
+def test_packed_qkv_gets_its_gradient_in_one_tensor(fused_calls: list[str]) -> None:
+    setting = SETTINGS["causal"]
+    tensors = leaves(setting, BF16)
+    packed = torch.stack(tensors[:3], 2).requires_grad_()
+    output = build(setting)(*packed.unbind(2), **setting.call)
+    (gradient,) = torch.autograd.grad(output.view_as(tensors[3]), packed, tensors[3])
+    assert_near(list(gradient.unbind(2)), exact(setting, tensors)[1:])
+    assert fused_calls == BOTH_PASSES
+
+
 def test_attention_dropout_keeps_the_mean_and_repeats_with_the_seed() -> None:
     setting = SETTINGS["no_mask"]
     tensors = leaves(setting, BF16)

@@ -75,8 +75,10 @@ def test_new_tokens_follow_the_cached_ones(
         "thd": [convert_bshd_to_thd(fresh, cumulative(new), sum(new)) for fresh in tokens],
     }[qkv_format]
     copy_to_kv_cache(
-        *given_tokens,
-        *caches,
+        given_tokens[0],
+        given_tokens[1],
+        caches[0],
+        caches[1],
         table.int(),
         cumulative(new),
         cumulative([a + b for a, b in zip(old, new, strict=True)]),
@@ -91,30 +93,95 @@ def test_new_tokens_follow_the_cached_ones(
         assert torch.equal(cache, wanted)
 
 
-def copy_non_paged(
-    tokens: list[Tensor], caches: list[Tensor], slots: list[int], new: list[int], total: list[int]
-) -> None:
-    """Copy ``[batch, longest, heads, features]`` into caches ``[slots, size, heads, features]``."""
-    table, counts = torch.tensor(slots, dtype=torch.int32), (cumulative(new), cumulative(total))
-    sizes = (*tokens[0].shape[:2], caches[0].shape[1])
-    copy_to_kv_cache(*tokens, *caches, table, *counts, NVTE_QKV_Format.NVTE_BSHD, *sizes, 1, True)
-
-
 def test_sequences_that_go_on_move_to_the_front_of_the_cache() -> None:
     cache = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 5, 1, 1).clone()
     fresh = torch.full((3, 1, 1, 1), 9.0)
-    copy_non_paged([fresh, fresh], [cache, cache.clone()], [1, 3, 0, 2], [1, 1, 1], [3, 4, 1])
-    assert cache[:3, :, 0, 0].tolist() == [[1, 1, 9, 0, 0], [3, 3, 3, 9, 1], [9, 2, 2, 2, 2]]
+    copy_to_kv_cache(
+        fresh,
+        fresh,
+        cache,
+        cache.clone(),
+        torch.tensor([1, 3, 0, 2], dtype=torch.int32),
+        cumulative([1, 1, 1]),
+        cumulative([3, 4, 1]),
+        NVTE_QKV_Format.NVTE_BSHD,
+        3,
+        1,
+        5,
+        1,
+        True,
+    )
+    assert cache[0].flatten().tolist() == [1, 1, 9, 0, 0]
+    assert cache[1].flatten().tolist() == [3, 3, 3, 9, 1]
+    assert cache[2].flatten().tolist() == [9, 2, 2, 2, 2]
 
 
 def test_tokens_of_another_dtype_than_the_cache_are_refused() -> None:
     new, cache = torch.zeros(1, 1, 1, 1), torch.zeros(1, 4, 1, 1).to(BF16)
+    one = torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(ValueError, match="needs new tokens and caches of one dtype"):
-        copy_non_paged([new, new], [cache, cache], [0], [1], [1])
+        copy_to_kv_cache(new, new, cache, cache, one[:1], one, one, NVTE_QKV_Format.NVTE_BSHD, 1, 1, 4, 1, False)
 
 
 FP8 = recipe.DelayedScaling(fp8_dpa=True)
 EPS_OF_E4M3 = torch.finfo(torch.float8_e4m3fn).eps
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["BF16", "FP8"])
+@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
+def test_a_finished_sequence_makes_room_for_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, qkv_format: str, is_fp8: bool
+) -> None:
+    """Also test FP8, which TE's own Python emulates; TE's other way is FlashAttention 3, a package only for CUDA."""
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", str(int(is_fp8)))
+    emulated_gpu.choose_again()
+    torch.manual_seed(0)
+    attention = TE.DotProductAttention(
+        2, 8, attention_dropout=0.0, qkv_format=qkv_format, attn_mask_type="padding_causal", layer_number=1
+    ).eval()
+    reference = TE.DotProductAttention(2, 8, attention_dropout=0.0, qkv_format="bshd").eval()
+    qkv = {sequence: [torch.randn(6, 2, 8).to(BF16) for _ in range(3)] for sequence in range(3)}
+    parameters = TE.InferenceParams(
+        2, 8, num_heads_kv=2, head_dim_k=8, dtype=BF16, qkv_format=qkv_format, max_ctx_len=3
+    )
+    parameters.allocate_memory(1)
+    plan: list[dict[int, tuple[int, int]]] = [
+        {0: (0, 3), 1: (0, 3)},
+        {0: (3, 4), 1: (3, 4)},
+        {1: (4, 5), 2: (0, 1)},
+        {1: (5, 6), 2: (1, 2)},
+    ]
+    seen: dict[int, list[Tensor]] = {sequence: [] for sequence in qkv}
+    for step in plan:
+        parameters.pre_step(OrderedDict((sequence, last - first) for sequence, (first, last) in step.items()))
+        inputs = [
+            torch.stack([qkv[sequence][part][first:last] for sequence, (first, last) in step.items()])
+            for part in range(3)
+        ]
+        shape = inputs[0].shape
+        if qkv_format == "thd":
+            inputs = [tensor.flatten(0, 1) for tensor in inputs]
+        options = dict(
+            max_seqlen_q=3,
+            max_seqlen_kv=8,
+            cu_seqlens_q=parameters.cu_seqlens_q,
+            cu_seqlens_kv=parameters.cu_seqlens_kv,
+            attn_mask_type="padding_causal",
+            inference_params=parameters,
+        )
+        with TE.autocast(enabled=is_fp8, recipe=FP8):
+            output = attention(*inputs, **options).view(*shape[:2], -1)
+        for entry, sequence in enumerate(step):
+            seen[sequence].append(output[entry])
+    for sequence, parts in seen.items():
+        rows = sum(len(part) for part in parts)
+        inputs = [tensor[None, :rows] for tensor in qkv[sequence]]
+        expected = reference(*inputs, attn_mask_type="causal")[0]
+        if is_fp8:  # FP8 rounds Q, K, V and the probabilities, each by at most half an eps
+            error = (torch.cat(parts).double() - expected.double()).norm() / expected.double().norm()
+            assert 2**-7 < error < EPS_OF_E4M3
+        else:
+            torch.testing.assert_close(torch.cat(parts), expected, rtol=2**-7, atol=2**-9)
 
 
 HIDDEN, LAYER_HEADS, GROUPS, HEAD_DIM, LONGEST = 64, 4, 2, 16, 16
@@ -216,73 +283,18 @@ def test_generated_tokens_are_those_of_the_whole_sequence(
     assert error <= (torch.finfo(torch.bfloat16).eps if dtype == torch.bfloat16 else 2.0**-11)
 
 
-# Which tokens of which sequences come in a step: the first and the one after the last.
-STEPS: list[dict[int, tuple[int, int]]] = [
-    {0: (0, 3), 1: (0, 3)},
-    {0: (3, 4), 1: (3, 4)},
-    {1: (4, 5), 2: (0, 1)},
-    {1: (5, 6), 2: (1, 2)},
-]
-
-
-def core(format_: str, **options: Any) -> nn.Module:
-    return TE.DotProductAttention(GROUPS, HEAD_DIM, attention_dropout=0.0, qkv_format=format_, **options).eval()
-
-
-def cached_call(parameters: Any, longest: int) -> dict[str, Any]:
-    """Return the options with which attention is called after ``pre_step``."""
-    return {
-        "max_seqlen_q": longest,
-        "max_seqlen_kv": LONGEST,
-        "cu_seqlens_q": parameters.cu_seqlens_q,
-        "cu_seqlens_kv": parameters.cu_seqlens_kv,
-        "attn_mask_type": "padding_causal",
-        "inference_params": parameters,
-    }
-
-
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["BF16", "FP8"])
-@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
-def test_a_finished_sequence_makes_room_for_a_new_one(
-    monkeypatch: pytest.MonkeyPatch, qkv_format: str, is_fp8: bool
-) -> None:
-    """Also test FP8, which TE's own Python emulates; TE's other way is FlashAttention 3, a package only for CUDA."""
-    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", str(int(is_fp8)))
-    emulated_gpu.choose_again()
-    module = core(qkv_format, layer_number=1)
-    qkv = torch.randn(3, 3, 6, GROUPS, HEAD_DIM).to(BF16)  # Q, K and V of each sequence
-    parameters = cache(TE, BF16, qkv_format, False)
-    parameters.allocate_memory(1)
-    seen: list[list[Tensor]] = [[], [], []]
-    for step in STEPS:
-        parameters.pre_step(OrderedDict((sequence, last - first) for sequence, (first, last) in step.items()))
-        inputs = torch.stack([qkv[:, sequence, first:last] for sequence, (first, last) in step.items()], 1)
-        shape = inputs.shape[1:3]
-        with TE.autocast(enabled=is_fp8, recipe=FP8):
-            of_step = inputs.flatten(1, 2) if qkv_format == "thd" else inputs
-            output = module(*map(torch.clone, of_step), **cached_call(parameters, 3))
-        for sequence, part in zip(step, output.view(*shape, -1), strict=True):
-            seen[sequence].append(part)
-    for sequence, parts in enumerate(seen):
-        found = torch.cat(parts)
-        inputs = qkv[:, sequence, None, : len(found)]
-        expected = core("bshd")(*map(torch.clone, inputs), attn_mask_type="causal")[0]
-        if is_fp8:  # FP8 rounds Q, K, V and the probabilities, each by at most half an eps
-            error = (found.double() - expected.double()).norm() / expected.double().norm()
-            assert 2**-7 < error < EPS_OF_E4M3
-        else:
-            torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-9)
-
-
 @pytest.mark.parametrize("is_paged", [False, True], ids=["non-paged", "paged"])
 def test_te_refuses_a_cache_with_fp8_attention_that_it_does_not_emulate(is_paged: bool) -> None:
     emulated_gpu.choose_again()
+    module = TE.DotProductAttention(GROUPS, HEAD_DIM, attention_dropout=0.0, qkv_format="thd", layer_number=1).eval()
     parameters = cache(TE, BF16, "thd", is_paged)
     parameters.allocate_memory(1)
     parameters.pre_step(OrderedDict({0: 4, 1: 4}))
+    lengths = {"cu_seqlens_q": parameters.cu_seqlens_q, "cu_seqlens_kv": parameters.cu_seqlens_kv}
+    lengths |= {"max_seqlen_q": 4, "max_seqlen_kv": LONGEST}
     qkv = torch.randn(3, 8, GROUPS, HEAD_DIM).to(BF16)
     with (
         TE.autocast(enabled=True, recipe=FP8),
         pytest.raises(ValueError, match="No dot product attention backend is available"),
     ):
-        core("thd", layer_number=1)(*qkv, **cached_call(parameters, 4))
+        module(*qkv, attn_mask_type="padding_causal", inference_params=parameters, **lengths)
