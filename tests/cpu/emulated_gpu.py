@@ -1,11 +1,14 @@
-"""Put TE on another emulated GPU for as long as a test needs it, and make TE choose its attention backend again."""
+"""Put TE on another emulated GPU for as long as a test needs it, and see which kernels TE chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 from unittest import mock
+
+import pytest
 
 from parity import te
 from te_on_cpu import cuda
@@ -18,6 +21,31 @@ def emulated(gpu: cuda.DeviceProperties, cublaslt_version: int | None = None) ->
     version = cublaslt_version or cuda.cublaslt_version()
     with mock.patch.object(cuda, "cublaslt_version", return_value=version), cuda.emulated(gpu):
         yield module
+
+
+def record_calls(
+    monkeypatch: pytest.MonkeyPatch, names: Iterable[str], describe: Callable[[str, tuple[Any, ...]], Any] | None = None
+) -> list[Any]:
+    """Return a list that gets an entry for each later call of these functions of TE's extension.
+
+    Args:
+        describe: makes the entry from the function's name and arguments. Default: the name.
+    """
+    import transformer_engine_torch as tex
+
+    choose_again()
+    calls: list[Any] = []
+
+    def recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append(describe(name, arguments) if describe else name)
+            return kernel(*arguments)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(tex, name, recorded(name, getattr(tex, name)))
+    return calls
 
 
 def choose_again() -> None:

@@ -62,12 +62,15 @@ def answer(**changes: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
     return result
 
 
-def on(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
-    monkeypatch.setattr(cuda, "get_device_capability", lambda device=None: (major, minor))
-
-
 def inference(**changes: Any) -> dict[str, Any]:
     return dict(is_training=False, **changes)
+
+
+FP8: dict[str, Any] = dict(qkv_dtype=DType.kFloat8E4M3, head_dim_qk=128, head_dim_v=128)
+
+
+def in_fp8(**changes: Any) -> dict[str, Any]:
+    return {**FP8, **changes}
 
 
 SERVED = [
@@ -112,7 +115,6 @@ REFUSED = [
 ]
 
 
-FP8: dict[str, Any] = dict(qkv_dtype=DType.kFloat8E4M3, head_dim_qk=128, head_dim_v=128)
 REFUSED_IN_FP8 = [
     (dict(head_dim_qk=64, head_dim_v=64), "head dimensions 64"),
     (dict(head_dim_qk=40, head_dim_v=40), "head dimensions 40"),
@@ -126,40 +128,26 @@ REFUSED_IN_FP8 = [
 ]
 
 
-@pytest.mark.parametrize("changes", SERVED, ids=str)
+SERVED_IN_FP8 = [
+    *(in_fp8(attn_mask_type=mask) for mask in ("NO_MASK", "CAUSAL_MASK", "PADDING_MASK", "PADDING_CAUSAL_MASK")),
+    in_fp8(num_gqa_groups=2),
+    in_fp8(**inference(head_dim_qk=256, head_dim_v=64)),
+]
+
+
+@pytest.mark.parametrize("changes", [*SERVED, *SERVED_IN_FP8], ids=str)
 def test_hopper_serves(changes: dict[str, Any]) -> None:
-    assert answer(**changes) == (FUSED, "")
+    expected = NVTE_Fused_Attn_Backend.NVTE_FP8 if changes.get("qkv_dtype") == DType.kFloat8E4M3 else FUSED
+    assert answer(**changes) == (expected, "")
 
 
-@pytest.mark.parametrize(("changes", "reason"), REFUSED, ids=str)
+@pytest.mark.parametrize(
+    ("changes", "reason"), [*REFUSED, *((in_fp8(**changes), why) for changes, why in REFUSED_IN_FP8)], ids=str
+)
 def test_hopper_refuses_and_says_why(changes: dict[str, Any], reason: str) -> None:
     backend, why = answer(**changes)
     assert backend == NONE
     assert reason in why
-
-
-@pytest.mark.parametrize("mask", ["NO_MASK", "CAUSAL_MASK", "PADDING_MASK", "PADDING_CAUSAL_MASK"])
-@pytest.mark.parametrize("changes", [{}, {"num_gqa_groups": 2}, inference(head_dim_qk=256, head_dim_v=64)], ids=str)
-def test_hopper_serves_fp8(mask: str, changes: dict[str, Any]) -> None:
-    assert answer(attn_mask_type=mask, **{**FP8, **changes}) == (NVTE_Fused_Attn_Backend.NVTE_FP8, "")
-
-
-@pytest.mark.parametrize(("changes", "reason"), REFUSED_IN_FP8, ids=str)
-def test_hopper_refuses_in_fp8_and_says_why(changes: dict[str, Any], reason: str) -> None:
-    backend, why = answer(**{**FP8, **changes})
-    assert backend == NONE
-    assert reason in why
-
-
-def test_ada_has_no_fp8_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, 8, 9)
-    assert answer(**FP8) == (NONE, "FP8 attention needs compute capability 9.0, and the GPU has 8.9")
-
-
-def test_blackwell_trains_in_fp8_with_heads_up_to_128(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, 10, 0)
-    assert answer(**{**FP8, "head_dim_qk": 64, "head_dim_v": 48})[0] == NVTE_Fused_Attn_Backend.NVTE_FP8
-    assert answer(**{**FP8, **inference(head_dim_qk=144, head_dim_v=144)})[0] == NONE
 
 
 def test_an_older_te_passes_each_property_and_gets_the_backend_alone() -> None:
@@ -168,25 +156,32 @@ def test_an_older_te_passes_each_property_and_gets_the_backend_alone() -> None:
         assert attention.get_fused_attn_backend(*values[:2], DType.kBFloat16, *values[2:]) == expected
 
 
-def test_ada_has_no_packed_sequences_and_heads_up_to_128(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, 8, 9)
-    assert answer()[0] == FUSED
-    assert answer(attn_mask_type="PADDING_CAUSAL_MASK", qkv_layout="T3HD")[0] == NONE
-    assert answer(head_dim_qk=256, head_dim_v=256)[0] == NONE
-    assert answer(bias_type="ALIBI")[0] == NONE
+# Compute capability, configuration, and whether the GPU serves it or what it says.
+OTHER_GPUS = [
+    ((7, 5), {}, "fused attention needs compute capability 8.0, and the GPU has 7.5"),
+    ((8, 9), {}, True),
+    ((8, 9), FP8, "FP8 attention needs compute capability 9.0, and the GPU has 8.9"),
+    ((8, 9), dict(attn_mask_type="PADDING_CAUSAL_MASK", qkv_layout="T3HD"), False),
+    ((8, 9), dict(head_dim_qk=256, head_dim_v=256), False),
+    ((8, 9), dict(bias_type="ALIBI"), False),
+    # A Blackwell trains in FP8 with heads of any size up to 128, and has no deterministic backward.
+    ((10, 0), in_fp8(head_dim_qk=64, head_dim_v=48), True),
+    ((10, 0), in_fp8(**inference(head_dim_qk=144, head_dim_v=144)), False),
+    ((10, 0), dict(dropout=0.1), True),
+    ((10, 0), dict(deterministic=True), False),
+    ((10, 0), inference(deterministic=True), True),
+    ((10, 0), dict(dropout=0.1, bias_type="POST_SCALE_BIAS"), False),
+]
 
 
-def test_blackwell_has_no_deterministic_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, 10, 0)
-    assert answer(dropout=0.1)[0] == FUSED
-    assert answer(deterministic=True)[0] == NONE
-    assert answer(**inference(deterministic=True))[0] == FUSED
-    assert answer(dropout=0.1, bias_type="POST_SCALE_BIAS")[0] == NONE
-
-
-def test_turing_has_no_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, 7, 5)
-    assert answer() == (NONE, "fused attention needs compute capability 8.0, and the GPU has 7.5")
+@pytest.mark.parametrize(("capability", "changes", "expected"), OTHER_GPUS, ids=str)
+def test_other_gpus_serve_less(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], changes: dict[str, Any], expected: bool | str
+) -> None:
+    monkeypatch.setattr(cuda, "get_device_capability", lambda device=None: capability)
+    backend, why = answer(**changes)
+    assert (backend != NONE) == (expected is True)
+    assert not isinstance(expected, str) or why == expected
 
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -249,6 +244,14 @@ def backward(layout: NVTE_QKV_Layout, qkv: list[Any], o: Any, do: Any, aux: list
     )
 
 
+PLAIN = NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
+STORAGES = {"": 3, "2hd": 2, "h2d": 2, "3hd": 1, "h3d": 1}
+
+
+def count_storages(tensors: list[Tensor]) -> int:
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors})
+
+
 def leaves() -> list[Tensor]:
     """Return query, key, value and output gradient, each ``[batch, seq, heads, features]``."""
     rng = torch.Generator().manual_seed(0)
@@ -279,32 +282,25 @@ def packed(layout: attention_problem.Layout, q: Tensor, k: Tensor, v: Tensor) ->
     return [q, k, v]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_layout_gives_the_same_bits(layout: NVTE_QKV_Layout) -> None:
-    parsed = attention_problem.parse_layout(layout)
+def plain_pass() -> list[Tensor]:
+    """Return output and gradients of tensors that lie apart."""
     q, k, v, do = leaves()
-    plain = NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
-    o, *aux = forward(plain, q, k, v)
-    expected = [o, *backward(plain, [q, k, v], o, do, aux)[:3]]
-    qkv = packed(parsed, to(parsed.query, q), to(parsed.key, k), to(parsed.key, v))
-    output, *other_aux = forward(layout, *qkv)
-    gradients = backward(layout, qkv, output, to(parsed.query, do), other_aux)
-    formats = [parsed.query, parsed.query, parsed.key, parsed.key]
-    for got, wanted, name in zip([output, *gradients[:3]], expected, formats, strict=True):
-        assert torch.equal(back(name, got), wanted)
-    assert [gradient.shape for gradient in gradients[:3]] == [tensor.shape for tensor in qkv]
+    o, *aux = forward(PLAIN, q, k, v)
+    return [o, *backward(PLAIN, [q, k, v], o, do, aux)[:3]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_gradients_share_a_tensor_where_the_inputs_do(layout: NVTE_QKV_Layout) -> None:
+def test_every_layout_gives_the_same_bits_with_gradients_that_lie_as_the_inputs_do(layout: NVTE_QKV_Layout) -> None:
     parsed = attention_problem.parse_layout(layout)
     q, k, v, do = leaves()
     qkv = packed(parsed, to(parsed.query, q), to(parsed.key, k), to(parsed.key, v))
     output, *aux = forward(layout, *qkv)
     gradients = backward(layout, qkv, output, to(parsed.query, do), aux)[:3]
-    storages = len({gradient.untyped_storage().data_ptr() for gradient in gradients})
-    assert storages == {"": 3, "2hd": 2, "h2d": 2, "3hd": 1, "h3d": 1}[parsed.shared]
-    assert [gradient.stride() for gradient in gradients] == [tensor.stride() for tensor in qkv]
+    formats = [parsed.query, parsed.query, parsed.key, parsed.key]
+    for got, wanted, name in zip([output, *gradients], plain_pass(), formats, strict=True):
+        assert torch.equal(back(name, got), wanted)
+    assert [(gradient.shape, gradient.stride()) for gradient in gradients] == [(x.shape, x.stride()) for x in qkv]
+    assert count_storages(gradients) == STORAGES[parsed.shared]
 
 
 @pytest.mark.parametrize("name", [layout.name for layout in NVTE_QKV_Layout if "Paged" in layout.name])
@@ -317,7 +313,7 @@ def test_keys_on_pages_give_the_same_bits(name: str) -> None:
         cache = torch.full((9, 4, HEADS, FEATURES), float("nan")).to(BF16)
         cache[table.flatten().long()] = tensor.reshape(9, 4, HEADS, FEATURES)
         caches.append(to(layout.key, cache))
-    expected = forward(NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, q, k, v)[0]
+    expected = forward(PLAIN, q, k, v)[0]
     pages = dict(page_table_k=table, page_table_v=table)
     output = forward(NVTE_QKV_Layout[name], to(layout.query, q), *caches, is_training=False, **pages)[0]
     assert torch.equal(back(layout.query, output), expected)
@@ -325,10 +321,9 @@ def test_keys_on_pages_give_the_same_bits(name: str) -> None:
 
 def test_the_forward_returns_what_the_backward_needs_in_te_order_and_shapes() -> None:
     q, k, v, _ = leaves()
-    layout = NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
     bias, sink = torch.zeros(1, HEADS, SEQ, SEQ).to(BF16), torch.zeros(1, HEADS, 1, 1)
     o, lse, largest, rng_state, *rest = forward(
-        layout,
+        PLAIN,
         q,
         k,
         v,
@@ -348,7 +343,7 @@ def test_the_forward_returns_what_the_backward_needs_in_te_order_and_shapes() ->
 
 def test_packed_sequences_have_statistics_for_each_token() -> None:
     q, k, v, _ = leaves()
-    padded = forward(NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, q, k, v)[1]
+    padded = forward(PLAIN, q, k, v)[1]
     ragged = forward(NVTE_QKV_Layout.NVTE_THD_THD_THD, *(to("thd", tensor) for tensor in (q, k, v)))[1]
     assert ragged.shape == (26, HEADS, 1)
     assert torch.equal(ragged, padded.transpose(1, 2)[IS_TOKEN])
@@ -357,7 +352,7 @@ def test_packed_sequences_have_statistics_for_each_token() -> None:
 
 def test_without_dropout_the_generator_of_the_user_is_left_alone() -> None:
     before = torch.get_rng_state()
-    rng_state = forward(NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, *leaves()[:3])[-1]
+    rng_state = forward(PLAIN, *leaves()[:3])[-1]
     assert torch.equal(torch.get_rng_state(), before)
     assert rng_state.tolist() == [0, 0]
 
@@ -366,48 +361,48 @@ def test_dropout_draws_its_seed_from_the_generator_given() -> None:
     states = []
     for seed in (1, 1, 2):
         generator = torch.Generator().manual_seed(seed)
-        states.append(forward(NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, *leaves()[:3], p_dropout=0.5, rng_gen=generator)[-1])
+        states.append(forward(PLAIN, *leaves()[:3], p_dropout=0.5, rng_gen=generator)[-1])
     assert torch.equal(states[0], states[1])
     assert not torch.equal(states[0], states[2])
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "options", "error", "message"),
     [
-        (lambda t: t.float(), ValueError, "Q is torch.float32; cuDNN's fused attention takes FP16, BF16 and FP8"),
+        (Tensor.float, {}, ValueError, "Q is torch.float32; cuDNN's fused attention takes FP16, BF16 and FP8"),
         (
             lambda t: object(),
+            {},
             NotImplementedError,
             "supports FP16, BF16 and FP8 with one scale per tensor, but TransformerEngine .* passed a object as Q",
         ),
+        (
+            lambda t: t,
+            {"bias_type": NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS},
+            ValueError,
+            "cannot add a bias before scaling",
+        ),
+        (lambda t: t, {"qkv_layout": NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET}, ValueError, "needs a layout"),
     ],
 )
-def test_what_cudnn_does_not_take_is_refused(change: Any, error: type[Exception], message: str) -> None:
+def test_what_cudnn_does_not_take_is_refused(
+    change: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     q, k, v, _ = leaves()
+    layout = options.pop("qkv_layout", PLAIN)
     with pytest.raises(error, match=message):
-        forward(NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, change(q), k, v)
-
-
-def test_a_bias_before_scaling_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot add a bias before scaling"):
-        forward(NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, *leaves()[:3], bias_type=NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS)
-
-
-def test_a_layout_that_is_not_set_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a layout"):
-        attention_problem.parse_layout(NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET)
+        forward(layout, change(q), k, v, **options)
 
 
 PADDED = [layout for layout in LAYOUTS if "T" not in layout.name.split("_")[1]]
-PLAIN = NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
 SCALES = {"qkv": 64.0, "s": 300.0, "o": 150.0, "do": 1000.0, "dp": 2000.0, "dqkv": 700.0}
 
 
-def delayed_quantizer(name: str, kind: DType | None = None) -> Any:
+def delayed_quantizer(name: str) -> Any:
     """Return a quantizer for delayed scaling with a scale of its own and an amax of 0 so far."""
-    default = DType.kFloat8E5M2 if name.startswith("d") else DType.kFloat8E4M3
+    kind = DType.kFloat8E5M2 if name.startswith("d") else DType.kFloat8E4M3
     scale = torch.tensor([SCALES[name]])
-    return TE.Float8Quantizer(scale, torch.zeros(1), kind or default, rowwise=True, columnwise=False)
+    return TE.Float8Quantizer(scale, torch.zeros(1), kind, rowwise=True, columnwise=False)
 
 
 def current_quantizer() -> Any:
@@ -453,16 +448,10 @@ def test_every_layout_gives_the_same_codes_and_amaxes(layout: NVTE_QKV_Layout) -
         assert torch.equal(back(name, got._data), wanted._data)
     for name, wanted in expected_quantizers.items():
         assert torch.equal(quantizers[name].amax, wanted.amax)
+    assert count_storages([gradient._data for gradient in results[1:]]) == STORAGES[parsed.shared]
 
 
-@pytest.mark.parametrize("layout", PADDED, ids=lambda layout: layout.name)
-def test_codes_of_gradients_share_a_tensor_where_the_inputs_do(layout: NVTE_QKV_Layout) -> None:
-    gradients = fp8_pass(layout)[0][1:]
-    storages = len({gradient._data.untyped_storage().data_ptr() for gradient in gradients})
-    assert storages == {"": 3, "2hd": 2, "h2d": 2, "3hd": 1, "h3d": 1}[attention_problem.parse_layout(layout).shared]
-
-
-def test_results_are_codes_with_the_reciprocals_of_their_scales() -> None:
+def test_results_are_codes_with_the_reciprocals_of_their_scales_and_zeros_for_padding() -> None:
     (output, *gradients), quantizers = fp8_pass(PLAIN)
     for tensor, name in ((output, "o"), *((gradient, "dqkv") for gradient in gradients)):
         assert float8.is_float8_tensor(tensor)
@@ -470,6 +459,8 @@ def test_results_are_codes_with_the_reciprocals_of_their_scales() -> None:
         assert tensor._fp8_dtype == quantizers[name].dtype
         assert tensor._scale_inv.item() == pytest.approx(1 / SCALES[name], rel=1e-7)
         assert tensor._transpose is None
+        assert not tensor._data[~IS_TOKEN].any()
+        assert tensor._data[IS_TOKEN].any()
 
 
 def in_fp64(tensor: Any) -> Tensor:
@@ -477,22 +468,18 @@ def in_fp64(tensor: Any) -> Tensor:
     return tensor.dequantize(dtype=torch.float32).double().transpose(1, 2)
 
 
-def exact_pass(lengths: Tensor) -> tuple[oracle.Exact, oracle.Exact]:
-    """Return both passes in FP64 from the values of the FP8 codes, with causal sequences of these lengths."""
-    (output, *_), _ = fp8_pass(PLAIN)
-    q, k, v = (in_fp64(tensor) for tensor in fp8("qkv", *leaves()[:3]))
-    do = in_fp64(fp8("do", leaves()[3])[0])
-    is_token = (torch.arange(q.shape[2]) < lengths[:, None]).view(len(lengths), 1, 1, -1)
-    seen = visible(q.shape[2], q.shape[2], right=0) & is_token & is_token.mT
-    o = in_fp64(output)
+def exact_pass() -> tuple[oracle.Exact, oracle.Exact]:
+    """Return both passes in FP64 from the values of the FP8 codes."""
+    q, k, v, do, o = (in_fp64(x) for x in (*fp8("qkv", *leaves()[:3]), *fp8("do", leaves()[3]), fp8_pass(PLAIN)[0][0]))
+    is_token = IS_TOKEN[:, None, None, :]
+    seen = visible(SEQ, SEQ, right=0) & is_token & is_token.mT
     scales = (OPTIONS["attn_scale"], SCALES["s"], SCALES["dp"])
-    do = do * is_token.mT
-    return oracle.forward(q, k, v, seen, *scales[:2]), oracle.backward(q, k, v, o, do, seen, *scales)
+    return oracle.forward(q, k, v, seen, *scales[:2]), oracle.backward(q, k, v, o, do * is_token.mT, seen, *scales)
 
 
 def test_results_are_off_by_no_more_than_their_casts_and_amaxes_are_those_of_fp64() -> None:
     results, quantizers = fp8_pass(PLAIN)
-    fwd, bwd = exact_pass(OPTIONS["cu_seqlens_q"].diff())
+    fwd, bwd = exact_pass()
     exact, bounds = fwd.values | bwd.values, fwd.bounds | bwd.bounds
     for tensor, name in zip(results, ("o", "dq", "dk", "dv"), strict=True):
         kind = torch.float8_e5m2 if name.startswith("d") else torch.float8_e4m3fn
@@ -516,37 +503,34 @@ def test_an_amax_is_kept_until_a_larger_one_comes() -> None:
     assert 0 < o.amax.item() < 7
 
 
-def test_padding_comes_out_as_zero() -> None:
-    is_padding = torch.arange(12) >= OPTIONS["cu_seqlens_q"].diff()[:, None]
-    for tensor in fp8_pass(PLAIN)[0]:
-        assert not tensor._data[is_padding].any()
-        assert tensor._data[~is_padding].any()
-
-
 def test_with_current_scaling_results_are_bf16_and_the_backward_may_read_o_in_bf16() -> None:
     q, k, v, do = leaves()
     qkv, (incoming,) = fp8("qkv", q, k, v), fp8("do", do)
-    output, *aux = forward(PLAIN, *qkv, s_quantizer=delayed_quantizer("s"), o_quantizer=current_quantizer())
-    quantizers = dict(
-        s_quantizer=delayed_quantizer("s"), dp_quantizer=delayed_quantizer("dp"), dqkv_quantizer=current_quantizer()
-    )
-    gradients = backward(PLAIN, qkv, output, incoming, aux, **quantizers)
+    s, dp, current = delayed_quantizer("s"), delayed_quantizer("dp"), current_quantizer()
+    output, *aux = forward(PLAIN, *qkv, s_quantizer=s, o_quantizer=current)
+    gradients = backward(PLAIN, qkv, output, incoming, aux, s_quantizer=s, dp_quantizer=dp, dqkv_quantizer=current)
     assert [tensor.dtype for tensor in (output, *gradients[:3])] == 4 * [BF16]
-    fwd, bwd = exact_pass(OPTIONS["cu_seqlens_q"].diff())
-    error = (output.double().transpose(1, 2) - fwd.values["o"]).abs()
-    assert (error <= fwd.bounds["o"] + fwd.values["o"].abs() * 2**-8 + 1e-5).all()
-    error = (gradients[2].double().transpose(1, 2) - bwd.values["dv"]).abs()
-    assert (error <= bwd.bounds["dv"] + bwd.values["dv"].abs() * 2**-8 + 1e-5).all()
+    for tensor, exact, name in zip((output, gradients[2]), exact_pass(), ("o", "dv"), strict=True):
+        error = (tensor.double().transpose(1, 2) - exact.values[name]).abs()
+        assert (error <= exact.bounds[name] + exact.values[name].abs() * 2**-8 + 1e-5).all()
 
 
-def test_only_delayed_scaling_casts_probabilities() -> None:
-    with pytest.raises(NotImplementedError, match="casts S with delayed scaling, and not with a Float8Current"):
-        forward(PLAIN, *fp8("qkv", *leaves()[:3]), s_quantizer=current_quantizer(), o_quantizer=delayed_quantizer("o"))
-
-
-@pytest.mark.parametrize("change", [{"bias_type": NVTE_Bias_Type.NVTE_ALIBI}, {"return_max_logit": True}], ids=str)
-def test_there_is_neither_bias_nor_largest_logit_in_fp8(change: dict[str, Any]) -> None:
-    options = {"attn_mask_type": NVTE_Mask_Type.NVTE_CAUSAL_MASK, **change}
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"bias_type": NVTE_Bias_Type.NVTE_ALIBI}, ValueError, "supports neither a bias nor returning the largest"),
+        ({"return_max_logit": True}, ValueError, "supports neither a bias nor returning the largest logit"),
+        (
+            {"s_quantizer": current_quantizer()},
+            NotImplementedError,
+            "casts S with delayed scaling, and not with a Float8Current",
+        ),
+    ],
+)
+def test_what_fp8_attention_does_not_do_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     quantizers = dict(s_quantizer=delayed_quantizer("s"), o_quantizer=delayed_quantizer("o"))
-    with pytest.raises(ValueError, match="supports neither a bias nor returning the largest logit"):
-        forward(PLAIN, *fp8("qkv", *leaves()[:3]), **quantizers, **options)
+    options = {"attn_mask_type": NVTE_Mask_Type.NVTE_CAUSAL_MASK, **quantizers, **change}
+    with pytest.raises(error, match=message):
+        forward(PLAIN, *fp8("qkv", *leaves()[:3]), **options)

@@ -74,14 +74,6 @@ def _whole(parts: Sequence[Tensor], dim: int, lengths: Sequence[int]) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_chunks_of_all_ranks_are_the_sequences(ranks: int) -> None:
-    lengths = (8, 16, 24)
-    whole = torch.arange(48)
-    parts = [_of_rank(whole, rank, ranks, 0, lengths) for rank in range(ranks)]
-    assert torch.equal(_whole(parts, 0, lengths), whole)
-
-
 # Computations on ranks.
 
 
@@ -168,26 +160,29 @@ def _errors(case: Attention) -> dict[str, float]:
     except ValueError as error:
         raise RuntimeError(f"one rank alone cannot compute {case}") from error
     *parts, gradient = (_of_rank(tensor, rank, ranks, dim, lengths) for tensor in tensors)
-    found = []
-    for part in _compute(case, True, parts, gradient):
-        everyones = [torch.empty_like(part) for _ in range(ranks)]
-        dist.all_gather(everyones, part.contiguous())
-        found.append(_whole(everyones, dim, lengths))
-    return {
-        name: float((a.double() - b.double()).norm() / b.double().norm())
-        for name, a, b in zip(NAMES, found, whole, strict=True)
-    }
+    found = [_gathered(part, dim, lengths) for part in _compute(case, True, parts, gradient)]
+    return {name: _distance(a, b) for name, a, b in zip(NAMES, found, whole, strict=True)}
 
 
-def _answers(cases: Sequence[Attention]) -> list[dict[str, float] | str]:
-    """Return each case's errors, or the message with which TE refuses it."""
+def _gathered(part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+    everyones = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, part.contiguous())
+    return _whole(everyones, dim, lengths)
+
+
+def _distance(found: Tensor, whole: Tensor) -> float:
+    return float((found.double() - whole.double()).norm() / whole.double().norm())
+
+
+def _answers(cases: Sequence[Attention], layers: Sequence[str]) -> list[dict[str, float] | str]:
+    """Return each case's errors, or the message with which TE refuses it, and the errors of each layer."""
     answers: list[dict[str, float] | str] = []
     for case in cases:
         try:
             answers.append(_errors(case))
         except (AssertionError, ValueError) as error:
             answers.append(f"{type(error).__name__}: {error}")
-    return answers
+    return [*answers, *map(_layer, layers)]
 
 
 def _layer(communication: str) -> dict[str, float]:
@@ -215,15 +210,10 @@ def _layer(communication: str) -> dict[str, float]:
     found = compute(*(_of_rank(each, rank, ranks, 0, [64]) for each in (x, gradient)))
     for name, part in found.items():
         if name in ("output", "input.grad"):
-            everyones = [torch.empty_like(part) for _ in range(ranks)]
-            dist.all_gather(everyones, part.contiguous())
-            found[name] = _whole(everyones, 0, [64])
+            found[name] = _gathered(part, 0, [64])
         else:
             dist.all_reduce(part)
-    return {
-        name: float((found[name].double() - whole[name].double()).norm() / whole[name].double().norm())
-        for name in whole
-    }
+    return {name: _distance(found[name], whole[name]) for name in whole}
 
 
 # The results of TE.
@@ -266,13 +256,15 @@ REFUSED = [
 ]
 IN_WHICH_WORDS = "No dot product attention backend|not support|divisible by"
 IS_NEWEST = versions.installed_version().release[:2] >= versions.NEWEST.release
+LAYERS = ["p2p", "all_gather", "a2a"]
 WRONG = [Attention("p2p", **FP8), Attention("p2p", **FP8, mask="no_mask")]
 
 
 @functools.cache
-def _computed(ranks: int) -> dict[Attention, Any]:
-    cases = {2: [*TWO, *REFUSED, *WRONG], 4: FOUR}[ranks]
-    return dict(zip(cases, launch(_answers, ranks, (cases,))[0], strict=True))
+def _computed(ranks: int) -> dict[Attention | str, Any]:
+    """Return the answers for cases and, by their communication, for layers; processes are started once."""
+    cases, layers = {2: ([*TWO, *REFUSED, *WRONG], LAYERS), 4: (FOUR, [])}[ranks]
+    return dict(zip([*cases, *layers], launch(_answers, ranks, (cases, layers))[0], strict=True))
 
 
 def _limit(case: Attention, ranks: int, name: str) -> float:
@@ -314,8 +306,8 @@ def test_keys_and_values_get_wrong_gradients_of_te_in_fp8_where_ranks_pass_them_
     assert min(errors["key.grad"], errors["value.grad"]) > 0.5
 
 
-@pytest.mark.parametrize("communication", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("communication", LAYERS)
 def test_a_layer_rotates_tokens_by_their_places_in_the_whole_sequence(communication: str) -> None:
-    errors = launch(_layer, 2, (communication,))[0]
+    errors = _computed(2)[communication]
     # Both ways round the layer's input, projections and context; ranks add the products of half of the tokens each.
     assert {name: error for name, error in errors.items() if not error <= 8 * 2.0**-9} == {}

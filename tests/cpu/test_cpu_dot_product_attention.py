@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parity import te
+from te_on_cpu import softmax
 
 TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -41,21 +41,7 @@ class Setting:
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the fused kernels in the order in which TE called them."""
-    import transformer_engine_torch as tex
-
-    emulated_gpu.choose_again()
-    calls: list[str] = []
-    for name in BOTH_PASSES:
-        monkeypatch.setattr(tex, name, recorded(name, getattr(tex, name), calls))
-    return calls
-
-
-def recorded(name: str, kernel: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        calls.append(name)
-        return kernel(*arguments)
-
-    return call
+    return emulated_gpu.record_calls(monkeypatch, BOTH_PASSES)
 
 
 def padded(kind: str, queries: tuple[int, ...], keys: tuple[int, ...], **band: Any) -> Setting:
@@ -160,18 +146,21 @@ def test_masks_heads_and_windows_agree_with_fp64_forward_and_backward(
     assert fused_calls == BOTH_PASSES
 
 
-@pytest.mark.parametrize("shape", ["bhss", "1hss", "b1ss", "11ss"])
-def test_a_bias_is_added_to_scaled_scores_and_gets_a_gradient(fused_calls: list[str], shape: str) -> None:
-    setting = SETTINGS["causal"]
+@pytest.mark.parametrize("shape", [(BATCH, HEADS, 48), (1, HEADS, 48), (BATCH, 1, 48), (1, 1, 48), (1, 1, 1)])
+def test_a_bias_is_added_to_scaled_scores_and_gets_a_gradient(fused_calls: list[str], shape: tuple[int, ...]) -> None:
+    setting = SETTINGS["no_mask"]
     tensors = leaves(setting, BF16)
-    sizes = (BATCH if shape[0] == "b" else 1, HEADS if shape[1] == "h" else 1, 48, 48)
-    bias = torch.randn(sizes, generator=torch.Generator().manual_seed(1)).to(BF16).requires_grad_()
-    exact_bias = bias.detach().double().requires_grad_()
-    assert_near(
-        passed(setting, tensors, bias, core_attention_bias_type="post_scale_bias", core_attention_bias=bias),
-        exact(setting, tensors, exact_bias, bias=exact_bias),
-    )
-    assert fused_calls == BOTH_PASSES
+    bias = torch.randn(*shape, 48, generator=torch.Generator().manual_seed(1)).to(BF16)
+    learns = shape[2] > 1  # one row of biases serves all queries, but cuDNN computes no gradient for it
+    biases = [bias.requires_grad_(learns), bias.detach().double().requires_grad_(learns)]
+    call = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    if learns:
+        actual, expected = passed(setting, tensors, bias, **call), exact(setting, tensors, biases[1], bias=biases[1])
+    else:
+        actual = [build(setting)(*tensors[:3], **setting.call, **call).view_as(tensors[3])]
+        expected = exact(setting, tensors, bias=biases[1])[:1]
+    assert_near(actual, expected)
+    assert fused_calls == BOTH_PASSES[: 1 + learns]
 
 
 def alibi(slopes: list[Any] | None, size: int) -> Tensor:
@@ -196,16 +185,6 @@ def test_alibi_takes_slopes_times_the_distance_from_scores_for_each_head_or_each
         bias = bias.to(BF16).double()  # as TE rounds it for the user's slopes
     assert_near(passed(setting, tensors, **call), exact(setting, tensors, bias=bias))
     assert fused_calls == BOTH_PASSES
-
-
-def test_one_row_of_biases_may_serve_all_queries(fused_calls: list[str]) -> None:
-    setting = SETTINGS["no_mask"]
-    tensors = leaves(setting, BF16)
-    bias = torch.randn(1, 1, 1, 48, generator=torch.Generator().manual_seed(1)).to(BF16)
-    options = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
-    output = build(setting)(*tensors[:3], **setting.call, **options)
-    assert_near([output.view_as(tensors[3])], exact(setting, tensors, bias=bias.double())[:1])
-    assert fused_calls == ["fused_attn_fwd"]
 
 
 @pytest.mark.parametrize("name", ["causal", "GQA", "padding_causal", "window"])
@@ -252,6 +231,21 @@ def test_formats_give_the_same_bits_as_bshd(fused_calls: list[str], qkv_format: 
     assert fused_calls == 2 * BOTH_PASSES
 
 
+def test_unfused_attention_pads_packed_sequences_and_packs_them_again(unfused_calls: list[str]) -> None:
+    setting = SETTINGS["padding_causal"]
+    assert setting.lengths is not None
+    is_token = oracle.tokens(setting.lengths[0], 48)
+    tensors = leaves(setting, FP32)
+    inputs = [tensor[is_token].requires_grad_() for tensor in tensors[:3]]
+    cumulative = torch.tensor([0, 48, 77], dtype=torch.int32)
+    options = dict(cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative, max_seqlen_q=48, max_seqlen_kv=48)
+    output = build(setting, qkv_format="thd")(*inputs, attn_mask_type="padding_causal", **options)
+    gradient = tensors[3][is_token]
+    actual = with_gradients(output.view_as(gradient), gradient, inputs)
+    assert_near(actual, [wanted[is_token] for wanted in exact(setting, tensors)], 16.0)
+    assert not {*unfused_calls} & {*BOTH_PASSES}
+
+
 def test_padding_between_packed_sequences_is_skipped_and_comes_out_as_zero(fused_calls: list[str]) -> None:
     setting = SETTINGS["padding_causal"]
     tensors = leaves(setting, BF16)
@@ -275,16 +269,14 @@ def test_padding_between_packed_sequences_is_skipped_and_comes_out_as_zero(fused
     assert fused_calls == BOTH_PASSES
 
 
-def test_the_largest_logit_of_each_head_is_returned(fused_calls: list[str]) -> None:
-    for name in ("causal", "padding"):
-        setting = SETTINGS[name]
-        tensors = leaves(setting, BF16)
-        _, largest = build(setting, return_max_logit=True)(*tensors[:3], **setting.call)
-        scores = torch.einsum("bqhd,bkhd->bhqk", *(tensor.double() for tensor in tensors[:2])) / FEATURES**0.5
-        expected = scores.masked_fill(~setting.visible, -torch.inf).amax((0, 2, 3))
-        assert largest.dtype == BF16
-        torch.testing.assert_close(largest.double(), expected, rtol=2**-8, atol=0)
-    assert fused_calls == 2 * ["fused_attn_fwd"]
+@pytest.mark.parametrize("name", ["causal", "padding"])
+def test_the_largest_logit_of_each_head_is_returned(name: str) -> None:
+    setting = SETTINGS[name]
+    tensors = leaves(setting, BF16)
+    _, largest = build(setting, return_max_logit=True)(*tensors[:3], **setting.call)
+    scores = torch.einsum("bqhd,bkhd->bhqk", *tensors[:2]).double() / FEATURES**0.5
+    expected = scores.masked_fill(~setting.visible, -torch.inf).amax((0, 2, 3))
+    torch.testing.assert_close(largest, expected.to(BF16), rtol=2**-7, atol=0)
 
 
 def test_packed_qkv_gets_its_gradient_in_one_tensor(fused_calls: list[str]) -> None:
@@ -327,36 +319,12 @@ def test_backward_of_dropout_uses_the_mask_of_the_forward() -> None:
     torch.testing.assert_close(by_output, by_value, rtol=0, atol=0.05)
 
 
-def causal_output() -> Tensor:
-    setting = SETTINGS["causal"]
-    return build(setting)(*leaves(setting, BF16)[:3], **setting.call)
-
-
-def test_nvte_fused_attn_0_takes_the_unfused_path(fused_calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    emulated_gpu.choose_again()
-    causal_output()
-    assert fused_calls == []
-
-
-def test_nvte_flash_attn_changes_nothing_where_there_is_no_flash_attn(
-    fused_calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outputs = []
-    for choice in ("1", "0"):
-        monkeypatch.setenv("NVTE_FLASH_ATTN", choice)
-        emulated_gpu.choose_again()
-        outputs.append(causal_output())
-    assert torch.equal(*outputs)
-    assert fused_calls == 2 * ["fused_attn_fwd"]
-
-
 def test_te_says_when_the_environment_leaves_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     emulated_gpu.choose_again()
     with pytest.raises(ValueError, match="No dot product attention backend"):
-        causal_output()
+        build(SETTINGS["causal"])(*leaves(SETTINGS["causal"], BF16)[:3], **SETTINGS["causal"].call)
     monkeypatch.undo()
     emulated_gpu.choose_again()
 
@@ -374,15 +342,10 @@ SEQ = 32
 
 
 @pytest.fixture
-def _unfused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformer_engine_torch as tex
-
-    def fail(*_arguments: Any) -> None:
-        raise AssertionError("the fused kernel was called")
-
+def unfused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Forbid fused attention, and return the names of the softmax kernels in the order in which TE called them."""
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    monkeypatch.setattr(tex, "fused_attn_fwd", fail)
-    emulated_gpu.choose_again()
+    return emulated_gpu.record_calls(monkeypatch, [*BOTH_PASSES, *softmax.__all__])
 
 
 SEQ_CAUSAL: dict[str, Any] = dict(visible=oracle.visible(SEQ, SEQ, right=0), queries=SEQ, keys=SEQ)
@@ -390,6 +353,7 @@ CAUSAL_CALL = {"attn_mask_type": "causal"}
 CROSS: dict[str, Any] = dict(build={"attention_type": "cross"}, queries=SEQ, keys=48)
 SEEN = (torch.rand(BATCH, 1, SEQ, SEQ, generator=torch.Generator().manual_seed(2)) < 0.5) | torch.eye(SEQ).bool()
 UNFUSED = {
+    **{name: SETTINGS[name] for name in ("no_mask", "causal", "padding", "window")},
     "cross attention of unequal lengths": Setting(
         oracle.visible(SEQ, 48), {"attn_mask_type": "no_mask"}, groups=2, **CROSS
     ),
@@ -421,25 +385,31 @@ UNFUSED = {
 # Scores, probabilities and their gradients are stored, and each is rounded.
 STORED = {BF16: 2.0, FP32: 16.0}
 
-unfused = pytest.mark.usefixtures("_unfused")
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP32])
 
 
-@unfused
 @dtypes
 @pytest.mark.parametrize("name", UNFUSED)
-def test_unfused_attention_agrees_with_fp64_forward_and_backward(name: str, dtype: torch.dtype) -> None:
+def test_unfused_attention_agrees_with_fp64_forward_and_backward(
+    unfused_calls: list[str], name: str, dtype: torch.dtype
+) -> None:
     if name == "softcap" and "softcap" not in inspect.signature(TE.DotProductAttention).parameters:
         pytest.skip("this TransformerEngine has no softcap")
     setting = UNFUSED[name]
     tensors = leaves(setting, dtype)
     assert_near(passed(setting, tensors), exact(setting, tensors), STORED[dtype])
+    if "softmax_type" in setting.build or dtype == FP32:
+        assert unfused_calls == []  # PyTorch's softmax, in FP32
+    else:
+        kernel = "scaled_softmax" if setting.call["attn_mask_type"] == "no_mask" else "scaled_masked_softmax"
+        assert {*unfused_calls} == {f"{kernel}_forward", f"{kernel}_backward"}
 
 
-@unfused
 @dtypes
 @pytest.mark.parametrize("kind", ["post_scale_bias", "pre_scale_bias"])
-def test_a_bias_is_added_after_or_before_scaling_and_gets_a_gradient(kind: str, dtype: torch.dtype) -> None:
+def test_a_bias_is_added_after_or_before_scaling_and_gets_a_gradient(
+    unfused_calls: list[str], kind: str, dtype: torch.dtype
+) -> None:
     setting = Setting(call=CAUSAL_CALL, **SEQ_CAUSAL)
     tensors = leaves(setting, dtype)
     bias = torch.randn(1, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
@@ -447,27 +417,3 @@ def test_a_bias_is_added_after_or_before_scaling_and_gets_a_gradient(kind: str, 
     exact_bias = bias.detach().double().requires_grad_()
     scaled = exact_bias / FEATURES**0.5 if kind == "pre_scale_bias" else exact_bias
     assert_near(actual, exact(setting, tensors, exact_bias, bias=scaled), STORED[dtype])
-
-
-@unfused
-def test_packed_sequences_are_padded_and_packed_again() -> None:
-    tensors = leaves(Setting(call=CAUSAL_CALL, **SEQ_CAUSAL), FP32)
-    is_token = oracle.tokens((SEQ, 20), SEQ)
-    cumulative = torch.tensor([0, SEQ, SEQ + 20], dtype=torch.int32)
-    inputs = [tensor[is_token].requires_grad_() for tensor in tensors[:3]]
-    attention = TE.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="thd")
-    output = attention(
-        *inputs,
-        attn_mask_type="padding_causal",
-        cu_seqlens_q=cumulative,
-        cu_seqlens_kv=cumulative,
-        max_seqlen_q=SEQ,
-        max_seqlen_kv=SEQ,
-    )
-    gradient = tensors[3][is_token]
-    actual = [output.view_as(gradient), *torch.autograd.grad(output, inputs, gradient.view_as(output))]
-    q, k, v = (tensor.double().requires_grad_() for tensor in tensors[:3])
-    exact = oracle.attend(q, k, v, SEQ_CAUSAL["visible"] & is_token[:, None, None, :])
-    exact_gradient = tensors[3].double() * is_token[:, :, None, None]
-    expected = [exact, *torch.autograd.grad(exact, [q, k, v], exact_gradient)]
-    assert_near(actual, [wanted[is_token] for wanted in expected], STORED[FP32])

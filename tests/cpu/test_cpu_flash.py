@@ -7,7 +7,6 @@ import math
 import attention_oracle as oracle
 import pytest
 import torch
-from attention_oracle import visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -156,11 +155,13 @@ def test_queries_without_keys_give_zero_and_pass_no_gradient(
 
 def test_bias_gradient_is_summed_over_what_the_bias_is_shared_by() -> None:
     tensors = draw(BF16, 2, 4, 2, 12, 9)
-    whole = torch.randn(2, 4, 12, 9, generator=torch.Generator().manual_seed(1))
-    exact = _bias_gradient(tensors, whole.to(BF16).mean((0, 1), keepdim=True).expand(2, 4, 12, 9).contiguous())
-    for shape in ((1, 4, 12, 9), (2, 1, 12, 9), (1, 1, 12, 9)):
-        shared = whole.to(BF16).mean((0, 1), keepdim=True).expand(shape).contiguous()
-        torch.testing.assert_close(_bias_gradient(tensors, shared), exact.sum_to_size(shape), rtol=1e-5, atol=1e-5)
+    shared = torch.randn(1, 1, 12, 9, generator=torch.Generator().manual_seed(1)).to(BF16)
+    exact, *sums = (
+        _bias_gradient(tensors, shared.expand(batch, heads, 12, 9).contiguous())
+        for batch, heads in ((2, 4), (1, 4), (2, 1), (1, 1))
+    )
+    for total in sums:
+        torch.testing.assert_close(total, exact.sum_to_size(total.shape), rtol=1e-5, atol=1e-5)
 
 
 def _bias_gradient(tensors: tuple[Tensor, Tensor, Tensor, Tensor], bias: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
 
 @settings(max_examples=60)
 @given(
-    st.builds(Band, sides, sides, st.booleans()),
+    bands,
     st.sampled_from([(4, 4), (4, 2), (3, 1)]),
     st.integers(1, 16),
     st.integers(1, 16),
@@ -227,8 +228,7 @@ def test_results_are_off_by_no_more_than_the_casts_of_p_and_ds(
     q, k, v, do = (operand(*kind, seed, descale) for *kind, descale in zip(dtypes, shapes, descales, strict=True))
     attention = Attention(scale=SCALE, band=band)
     s_cast, dp_cast = Cast(E4M3, 256.0), Cast(E5M2, 64.0)
-    offset = keys - queries if band.bottom_right else 0
-    seen = visible(queries, keys, band.left, band.right, offset)
+    seen = in_band(band, queries, keys)
     with pytest.MonkeyPatch.context() as patch:
         if scores is not None:
             patch.setattr(attention_problem, "_SCORES_IN_A_BLOCK", scores)
@@ -251,31 +251,22 @@ def two_keys(score: float) -> tuple[Operand, Operand]:
     return query, Operand(torch.tensor([0.0, score]).view(1, 1, 2, 1), 1.0)
 
 
-def test_normalised_probabilities_are_cast_with_their_scale_and_their_sum_is_not() -> None:
-    query, key = two_keys(1.0)
-    value = Operand(torch.tensor([1.0, 0.0]).view(1, 1, 2, 1), 2.0)
-    cast = Cast(E4M3, 100.0)
-    probability = torch.tensor(-1.0).sigmoid()
-    result = flash_fp8.forward(query, key, value, Attention(1.0, Band(None, None, False)), cast)
-    expected = (probability * 100).to(E4M3).float() / 100 * 2
-    assert result.output.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert abs(expected - 2 * probability) > 0.01
-    assert result.lse.item() == pytest.approx(torch.tensor([0.0, 1.0]).logsumexp(0).item(), rel=1e-6)
-    assert result.amax.item() == pytest.approx(1 - probability.item(), rel=1e-6)
-
-
-def test_probabilities_beyond_the_scales_range_saturate() -> None:
-    query, key = two_keys(-100.0)
-    value = Operand(torch.tensor([1.0, 0.0]).view(1, 1, 2, 1), 1.0)
-    result = flash_fp8.forward(query, key, value, Attention(1.0, Band(None, None, False)), Cast(E4M3, 1000.0))
-    assert result.output.item() == pytest.approx(0.448, rel=1e-6)
-    assert result.amax.item() == 1.0
+def test_normalised_probabilities_are_cast_with_their_scale_saturate_and_their_sum_is_not_cast() -> None:
+    probability = torch.tensor(-1.0).sigmoid().item()
+    casted = torch.tensor(100 * probability).to(E4M3).item() / 100
+    assert abs(casted - probability) > 0.005
+    for score, scale, expected, largest in ((1.0, 100.0, casted, 1 - probability), (-100.0, 1000.0, 0.448, 1.0)):
+        value = Operand(torch.tensor([1.0, 0.0]).view(1, 1, 2, 1), 2.0)
+        result = flash_fp8.forward(*two_keys(score), value, Attention(1.0, EVERYTHING), Cast(E4M3, scale))
+        assert result.output.item() == pytest.approx(2 * expected, rel=1e-6)
+        assert result.lse.item() == pytest.approx(math.log(1 + math.exp(score)), abs=1e-6)
+        assert result.amax.item() == pytest.approx(largest, rel=1e-6)
 
 
 def test_ds_is_cast_with_its_scale_for_its_products_with_q_and_k() -> None:
     query, key = two_keys(1.0)
     values = Operand(torch.tensor([1.0, 0.0]).view(1, 1, 2, 1), 1.0)
-    attention, s_cast, dp_cast = Attention(0.5, Band(None, None, False)), Cast(E4M3, 1.0), Cast(E5M2, 3.0)
+    attention, s_cast, dp_cast = Attention(0.5, EVERYTHING), Cast(E4M3, 1.0), Cast(E5M2, 3.0)
     do, o = Operand(torch.ones(1, 1, 1, 1), 4.0), Operand(torch.ones(1, 1, 1, 1), 0.25)
     lse = torch.tensor([0.0, 0.5]).logsumexp(0).view(1, 1, 1, 1)
     gradients, amax = flash_fp8.backward(query, key, values, o, do, lse, attention, s_cast, dp_cast)
@@ -291,7 +282,7 @@ def test_ds_is_cast_with_its_scale_for_its_products_with_q_and_k() -> None:
 def test_a_sink_takes_its_part_and_gets_a_gradient() -> None:
     query, key = two_keys(1.0)
     value, do = Operand(torch.ones(1, 1, 2, 1), 1.0), Operand(torch.ones(1, 1, 1, 1), 1.0)
-    attention = Attention(1.0, Band(None, None, False), sink=torch.tensor([2.0]))
+    attention = Attention(1.0, EVERYTHING, sink=torch.tensor([2.0]))
     cast = Cast(E4M3, 1.0)
     result = flash_fp8.forward(query, key, value, attention, cast)
     p = torch.tensor([0.0, 1.0, 2.0]).softmax(0)
@@ -307,7 +298,7 @@ def test_backward_of_dropout_uses_the_mask_of_the_forward() -> None:
     shape = (1, 2, 16, 16)
     q, k, do = (operand(dtype, shape, seed, 1.0) for seed, dtype in enumerate((E4M3, E4M3, E5M2)))
     v = operand(E4M3, shape, 3, 1.0)
-    attention = Attention(SCALE, Band(None, None, False), dropout=0.5, seed=7)
+    attention = Attention(SCALE, EVERYTHING, dropout=0.5, seed=7)
     cast = Cast(E4M3, 64.0)
     result = flash_fp8.forward(q, k, v, attention, cast)
     gradients, _ = flash_fp8.backward(

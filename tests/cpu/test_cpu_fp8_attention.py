@@ -42,21 +42,13 @@ def recipe(name: str) -> Any:
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """Return the fused kernels that TE called, each with whether it got FP8 tensors."""
-    import transformer_engine_torch as tex
-
     monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
-    calls: list[tuple[str, bool]] = []
+    names = ["fused_attn_fwd", "fused_attn_bwd"]
 
-    def recorded(name: str, kernel: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            calls.append((name, any(float8.is_float8_tensor(argument) for argument in arguments)))
-            return kernel(*arguments)
+    def describe(name: str, arguments: tuple[Any, ...]) -> tuple[str, bool]:
+        return name, any(float8.is_float8_tensor(argument) for argument in arguments)
 
-        return call
-
-    for name in ("fused_attn_fwd", "fused_attn_bwd"):
-        monkeypatch.setattr(tex, name, recorded(name, getattr(tex, name)))
-    return calls
+    return emulated_gpu.record_calls(monkeypatch, names, describe)
 
 
 def leaves(heads: int, features: int) -> list[Tensor]:
@@ -65,9 +57,15 @@ def leaves(heads: int, features: int) -> list[Tensor]:
     return [torch.randn(BATCH, SEQ, heads, features, generator=rng).to(BF16) for _ in range(4)]
 
 
-def steps(attention: Any, tensors: list[Tensor], name: str, **call: Any) -> list[Tensor]:
+def attention_of(tensors: list[Tensor]) -> Any:
+    emulated_gpu.choose_again()
+    return TE.DotProductAttention(*tensors[0].shape[2:], attention_dropout=0.0, qkv_format="bshd")
+
+
+def steps(tensors: list[Tensor], name: str, **call: Any) -> list[Tensor]:
     """Return output and gradients of the third step, since the first steps of delayed scaling fill its amax history."""
     results: list[Tensor] = []
+    attention = attention_of(tensors)
     for _ in range(3):
         inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
         with TE.autocast(enabled=True, recipe=recipe(name)):
@@ -115,9 +113,7 @@ def test_te_takes_its_fp8_backend_which_errs_by_the_casts_it_makes(
     tensors = leaves(FUSED_HEADS, FUSED_FEATURES)
     tensors[3] *= visible.any(-1).expand(BATCH, 1, SEQ).transpose(1, 2)[..., None]
     with emulated_gpu.emulated(GPUS[gpu]):
-        emulated_gpu.choose_again()
-        attention = TE.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
-        actual = steps(attention, tensors, name, attn_mask_type=mask, **call)
+        actual = steps(tensors, name, attn_mask_type=mask, **call)
     assert fused_calls == 3 * [("fused_attn_fwd", True), ("fused_attn_bwd", True)]
     # Scores have unit variance. The casts of Q and K move them, and with them log P, by E4M3_ERROR each.
     p = norm(E4M3_ERROR, E4M3_ERROR)
@@ -172,9 +168,7 @@ def test_nvte_fp8_dpa_bwd_0_runs_the_backward_in_bf16(
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     tensors = leaves(FUSED_HEADS, FUSED_FEATURES)
     with emulated_gpu.emulated(cuda.HOPPER):
-        emulated_gpu.choose_again()
-        attention = TE.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
-        actual = steps(attention, tensors, "delayed", attn_mask_type="causal")
+        actual = steps(tensors, "delayed", attn_mask_type="causal")
     assert fused_calls == 3 * [("fused_attn_fwd", True), ("fused_attn_bwd", False)]
     assert all(tensor.isfinite().all() for tensor in actual)
 
@@ -182,18 +176,17 @@ def test_nvte_fp8_dpa_bwd_0_runs_the_backward_in_bf16(
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_attention_in_fp8_is_as_near_to_fp64_as_e4m3_and_e5m2_allow(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
-    emulated_gpu.choose_again()
     tensors = leaves(HEADS, FEATURES)
-    attention = TE.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
-    actual = steps(attention, tensors, name, attn_mask_type="causal")
+    actual = steps(tensors, name, attn_mask_type="causal")
     for error in errors(actual, exact(tensors, oracle.visible(SEQ, SEQ, right=0))):
         # One rounding to E4M3 costs about 2^-5.5 in norm, one to E5M2 2^-4.5, and each result has a handful of them.
         assert 2**-6 < error < 2**-2.5
 
 
-def losses(fp8_recipe: Any, hidden: int = 64, heads: int = 4) -> list[float]:
+def losses(fp8_recipe: Any, heads: int, features: int) -> list[float]:
     """Return the losses of a layer that learns a single output, in FP8 or, without a recipe, in BF16."""
     torch.manual_seed(0)
+    hidden = heads * features
     layer = TE.TransformerLayer(
         hidden, 2 * hidden, heads, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
     )
@@ -211,7 +204,9 @@ def losses(fp8_recipe: Any, hidden: int = 64, heads: int = 4) -> list[float]:
     return result
 
 
-def assert_learns_alike(actual: list[float], expected: list[float]) -> None:
+def assert_learns_as_in_bf16(name: str, *sizes: int) -> None:
+    emulated_gpu.choose_again()
+    actual, expected = losses(recipe(name), *sizes), losses(None, *sizes)
     assert expected[-1] < 0.95 * expected[0]
     assert actual == pytest.approx(expected, rel=0.02)
     assert actual != expected
@@ -225,19 +220,14 @@ def test_a_layer_with_fused_fp8_attention_learns_as_in_bf16(
     fused_calls: list[tuple[str, bool]], gpu: str, name: str
 ) -> None:
     with emulated_gpu.emulated(GPUS[gpu]):
-        emulated_gpu.choose_again()
-        expected = losses(None, FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
-        fused_calls.clear()
-        actual = losses(recipe(name), FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
-    assert_learns_alike(actual, expected)
-    assert fused_calls == 6 * [("fused_attn_fwd", True), ("fused_attn_bwd", True)]
+        assert_learns_as_in_bf16(name, FUSED_HEADS, FUSED_FEATURES)
+    assert fused_calls[:12] == 6 * [("fused_attn_fwd", True), ("fused_attn_bwd", True)]
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "delayed, MHA"])
 def test_a_layer_with_emulated_fp8_attention_learns_as_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
-    emulated_gpu.choose_again()
-    assert_learns_alike(losses(recipe(name)), losses(None))
+    assert_learns_as_in_bf16(name, HEADS, FEATURES)
 
 
 @pytest.mark.parametrize(
@@ -257,11 +247,9 @@ def test_a_hopper_trains_with_128_features_and_delayed_scaling_alone_and_te_says
     monkeypatch: pytest.MonkeyPatch, name: str, features: int
 ) -> None:
     monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
-    emulated_gpu.choose_again()
-    attention = TE.DotProductAttention(HEADS, features, attention_dropout=0.0, qkv_format="bshd")
-    inputs = leaves(HEADS, features)[:3]
+    tensors = leaves(HEADS, features)
     with (
         TE.autocast(enabled=True, recipe=recipe(name)),
         pytest.raises(ValueError, match="No dot product attention"),
     ):
-        attention(*inputs, attn_mask_type="causal")
+        attention_of(tensors)(*tensors[:3], attn_mask_type="causal")

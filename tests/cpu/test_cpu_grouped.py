@@ -59,11 +59,10 @@ def run(module: Any, x: Tensor, grad: Tensor, recipe: Any, *splits: Any) -> tupl
     return y.detach(), x.grad
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(("dtype", "bias"), [(FP32, True), (BF16, False), (FP16, True)])
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_grouped_linear_is_a_linear_for_each_expert(recipe_name: str | None, dtype: torch.dtype, bias: bool) -> None:
-    splits = [16, 48, 32]
+    splits = [16, 0, 48, 32]
     grouped, single = make_experts(dtype, len(splits), bias=bias)
     recipe, other_recipe = make_recipe(recipe_name), make_recipe(recipe_name)
     for gain in (1.0, 100.0, 0.1):
@@ -72,53 +71,35 @@ def test_grouped_linear_is_a_linear_for_each_expert(recipe_name: str | None, dty
         y, x_grad = run(grouped, x, grad, recipe, splits)
         parts = zip(single, x.split(splits), grad.split(splits), y.split(splits), x_grad.split(splits), strict=True)
         for i, (linear, x_i, grad_i, y_i, x_grad_i) in enumerate(parts):
+            gradients = {name: getattr(grouped, f"{name}{i}").grad for name in ("weight", *["bias"] * bias)}
+            if not len(x_i):
+                assert not any(gradient.any() for gradient in gradients.values())
+                continue
             linear.zero_grad()
             expected = run(linear, x_i, grad_i, other_recipe)
             assert torch.equal(y_i, expected[0])
             assert torch.equal(x_grad_i, expected[1])
-            assert torch.equal(getattr(grouped, f"weight{i}").grad, linear.weight.grad)
+            assert torch.equal(gradients["weight"], linear.weight.grad)
             if bias:
-                torch.testing.assert_close(getattr(grouped, f"bias{i}").grad, linear.bias.grad)
+                torch.testing.assert_close(gradients["bias"], linear.bias.grad)
 
 
-@pytest.mark.parametrize("recipe_name", RECIPES)
-def test_an_expert_without_tokens_gets_a_gradient_of_zeros(recipe_name: str | None) -> None:
-    splits = [0, 32, 0]
-    grouped, single = make_experts(BF16, len(splits), bias=True)
-    x, grad = torch.randn(32, IN).to(BF16), torch.randn(32, OUT).to(BF16)
-    y, _ = run(grouped, x, grad, make_recipe(recipe_name), splits)
-    assert torch.equal(y, run(single[1], x, grad, make_recipe(recipe_name))[0])
-    for i in (0, 2):
-        assert not getattr(grouped, f"weight{i}").grad.any()
-        assert not getattr(grouped, f"bias{i}").grad.any()
-
-
-def test_weight_gradients_can_be_added_to_main_grad() -> None:
+def test_weight_gradients_can_wait_or_be_added_to_main_grad() -> None:
     splits = [16, 32]
-    grouped, _ = make_experts(BF16, 2, bias=False)
-    fused, _ = make_experts(BF16, 2, bias=False, fuse_wgrad_accumulation=True)
-    x, grad = torch.randn(48, IN).to(BF16), torch.randn(48, OUT).to(BF16)
+    changes: list[dict[str, bool]] = [{}, {"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}]
+    plain, delayed, fused = (make_experts(BF16, 2, bias=True, **options)[0] for options in changes)
     for i in range(2):
         getattr(fused, f"weight{i}").main_grad = torch.full((OUT, IN), 2.0)
-    run(grouped, x, grad, None, splits)
-    run(fused, x, grad, None, splits)
-    for i in range(2):
-        accumulated, plain = getattr(fused, f"weight{i}").main_grad, getattr(grouped, f"weight{i}").grad
-        exact = grad.split(splits)[i].double().t() @ x.split(splits)[i].double()
-        torch.testing.assert_close(accumulated.double(), 2.0 + exact, rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(accumulated - 2.0, plain.float(), rtol=2.0**-7, atol=1e-3)
-
-
-def test_weight_gradients_can_wait() -> None:
-    splits = [16, 32]
-    grouped, _ = make_experts(BF16, 2, bias=True)
-    delayed, _ = make_experts(BF16, 2, bias=True, delay_wgrad_compute=True)
     x, grad = torch.randn(48, IN).to(BF16), torch.randn(48, OUT).to(BF16)
-    expected = run(grouped, x, grad, None, splits)
-    assert torch.equal(expected[1], run(delayed, x, grad, None, splits)[1])
+    expected = run(plain, x, grad, None, splits)
+    for module in (delayed, fused):
+        assert torch.equal(expected[1], run(module, x, grad, None, splits)[1])
     delayed.backward_dw()
-    for name, parameter in grouped.named_parameters():
+    for name, parameter in plain.named_parameters():
         torch.testing.assert_close(delayed.get_parameter(name).grad, parameter.grad)
+    for i, (x_i, grad_i) in enumerate(zip(x.double().split(splits), grad.double().split(splits), strict=True)):
+        main_grad = getattr(fused, f"weight{i}").main_grad
+        torch.testing.assert_close(main_grad.double(), 2.0 + grad_i.t() @ x_i, rtol=1e-5, atol=1e-4)
 
 
 def test_grouped_gemm_applies_gelu_and_hands_back_its_input() -> None:
@@ -191,12 +172,6 @@ def each_gpu(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         yield module
 
 
-@pytest.fixture
-def blackwell() -> Iterator[ModuleType]:
-    with emulated(cuda.BLACKWELL) as module:
-        yield module
-
-
 def quantizer_of(name: str, **usages: bool) -> Any:
     usages = {"rowwise": True, "columnwise": True, **usages}
     if name == "block":
@@ -225,15 +200,18 @@ def assert_same(member: Any, alone: Any) -> None:
 @pytest.mark.parametrize("usages", [{}, {"columnwise": False}], ids=["both", "rowwise"])
 @pytest.mark.parametrize("name", NAMES)
 def test_each_group_is_cast_as_if_it_were_alone(each_gpu: ModuleType, name: str, usages: dict[str, bool]) -> None:
-    quantizer, values = quantizer_of(name, **usages), values_of()
-    result = cast.group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
-    assert isinstance(result, torch.Tensor)
-    assert tuple(result.shape) == (ROWS, WIDTH)
-    members = cast.members(result)
-    assert [member.size()[0] if member.size().numel() else 0 for member in members] == GROUPS
-    for part, member in zip(values.split(GROUPS), members, strict=True):
-        if part.numel():
-            assert_same(member, cast.quantize(part, quantizer))
+    quantizer = quantizer_of(name, **usages)
+    for groups, listed in ((GROUPS, torch.tensor(GROUPS)), ([128, 128], None)):  # groups of one size need no list
+        values = values_of(sum(groups))
+        result = cast.group_quantize(values, quantizer, len(groups), listed)
+        assert isinstance(result, torch.Tensor)
+        assert result.shape[-1] == WIDTH
+        assert result.shape.numel() == values.numel()
+        members = cast.members(result)
+        assert [member.size()[0] if member.size().numel() else 0 for member in members] == groups
+        for part, member in zip(values.split(groups), members, strict=True):
+            if part.numel():
+                assert_same(member, cast.quantize(part, quantizer))
 
 
 @NEW_IN_2_18
@@ -275,13 +253,6 @@ def test_columns_alone_are_cast_with_current_scaling_too() -> None:
         assert columnwise.rowwise_data is None
         assert torch.equal(columnwise.columnwise_data, both.columnwise_data)
         assert torch.equal(columnwise.columnwise_scale_inv, both.scale_inv)
-
-
-def test_groups_of_one_size_need_no_list_of_sizes(blackwell: ModuleType) -> None:
-    quantizer, values = quantizer_of("mxfp8"), values_of(256)
-    result = cast.group_quantize(values, quantizer, 2, None)
-    for part, member in zip(values.split(128), cast.members(result), strict=True):
-        assert_same(member, cast.quantize(part, quantizer))
 
 
 def test_offsets_that_are_known_are_kept(blackwell: ModuleType) -> None:
@@ -375,28 +346,38 @@ def test_known_amaxes_stand_in_for_the_values_own(blackwell: ModuleType) -> None
         assert_same(member, own)
 
 
-@pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
-def test_groups_that_block_scales_do_not_fit_are_refused(blackwell: ModuleType, name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"multiples of 128, but got \[96, 288\]; pad them"):
-        cast.group_quantize(values_of(), quantizer_of(name), 2, torch.tensor([96, 288]))
+SIZES, WIDTHS = torch.tensor(GROUPS), torch.tensor([32, 64, 32])
+NOT_GROUPED: list[tuple[Any, str, tuple[Any, ...], str]] = [
+    (cast.group_quantize, "delayed", (SIZES,), "does not support Float8Quantizer"),
+    (cast.group_quantize, "nvfp4 as it is", (SIZES,), "needs a random Hadamard transform"),
+    (cast.bgrad_group_quantize, "current", (SIZES,), "not Float8CurrentScalingQuantizer"),
+    (cast.group_quantize, "block", (None, WIDTHS), "cannot cast groups of different widths"),
+    (cast.group_quantize, "nvfp4", (None, WIDTHS), "cannot cast groups of different widths"),
+    (cast.group_quantize, "current", (SIZES, WIDTHS), "rows or in columns, but not in both"),
+    (cast.bgrad_group_quantize, "mxfp8", (None, WIDTHS), "because their bias gradients differ"),
+    *(
+        (
+            cast.group_quantize,
+            name,
+            (torch.tensor([96, 0, 288]),),
+            r"multiples of 128, but got \[96, 0, 288\]; pad them",
+        )
+        for name in ("block", "mxfp8", "nvfp4")
+    ),
+]
 
 
-def test_what_te_does_not_group_is_refused(blackwell: ModuleType) -> None:
-    delayed = blackwell.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3)
-    with pytest.raises(RuntimeError, match="does not support Float8Quantizer"):
-        cast.group_quantize(values_of(), delayed, 3, torch.tensor(GROUPS))
-    with pytest.raises(RuntimeError, match="needs a random Hadamard transform"):
-        cast.group_quantize(values_of(), blackwell.NVFP4Quantizer(), 3, torch.tensor(GROUPS))
-    with pytest.raises(RuntimeError, match="not Float8CurrentScalingQuantizer"):
-        cast.bgrad_group_quantize(values_of(), quantizer_of("current"), 3, torch.tensor(GROUPS))
-    sizes = torch.tensor([32, 64, 32])
-    for name in ("block", "nvfp4"):
-        with pytest.raises(RuntimeError, match="cannot cast groups of different widths"):
-            cast.group_quantize(values_of(), quantizer_of(name), 3, None, sizes)
-    with pytest.raises(RuntimeError, match="rows or in columns, but not in both"):
-        cast.group_quantize(values_of(), quantizer_of("current"), 3, torch.tensor(GROUPS), sizes)
-    with pytest.raises(RuntimeError, match="because their bias gradients differ"):
-        cast.bgrad_group_quantize(values_of(), quantizer_of("mxfp8"), 3, None, sizes)
+@pytest.mark.parametrize(("kernel", "name", "sizes", "message"), NOT_GROUPED)
+def test_what_te_does_not_group_is_refused(
+    blackwell: ModuleType, kernel: Any, name: str, sizes: tuple[Any, ...], message: str
+) -> None:
+    others = {
+        "delayed": lambda: TE.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3),
+        "nvfp4 as it is": TE.NVFP4Quantizer,
+    }
+    quantizer = others[name]() if name in others else quantizer_of(name)
+    with pytest.raises(RuntimeError, match=message):
+        kernel(values_of(), quantizer, 3, *sizes)
 
 
 GPU_RECIPES = {

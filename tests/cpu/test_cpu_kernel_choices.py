@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 import threading
 from fractions import Fraction
+from itertools import product as product_of
 from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import emulated
-from gemm_oracle import TE_DTYPE, cut, exponent, product
+from emulated_gpu import choose_again, emulated
+from gemm_oracle import added_one_by_one, cut, exponent, product
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 from torch import Tensor, nn
 
 from parity import te
-from te_on_cpu import cuda, extension, gemm, kernel_choices, tensor_cores
+from te_on_cpu import cuda, extension, kernel_choices, tensor_cores
 from te_on_cpu.enums import DType
 from te_on_cpu.kernel_choices import NAMES, VARIABLE, BadChoice, current
 from te_on_cpu.kernel_choices import kernel_choices as choosing
@@ -81,15 +79,6 @@ def test_the_environment_sets_them_in_every_thread_and_a_context_goes_before_it(
     assert seen == [current()] == [{"tf32-truncated", "fp8-14-bit"}]
 
 
-def test_a_child_process_has_those_of_the_environment() -> None:
-    program = "from te_on_cpu.kernel_choices import current; print(*sorted(current()))"
-    environment = {**os.environ, VARIABLE: "split-k-in-output-type,fp32-exact"}
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=200
-    )
-    assert ran.stdout == "fp32-exact split-k-in-output-type\n"
-
-
 WRONG = [
     (("tf32-cut",), "names 'tf32-cut', which is not among the choices of kernels: tf32-truncated, tf32-ties-away"),
     (("fp8-14-bit", "tf32-truncated", "fp32-exact"), "tf32-truncated and fp32-exact, which contradict each other"),
@@ -98,16 +87,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("names", "message"), WRONG)
-def test_what_cannot_be_chosen_is_refused_with_the_names_that_can(names: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_chosen_is_refused_with_the_names_that_can_and_when_te_is_loaded(
+    names: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BadChoice, match=message) as raised, choosing(*names):
         pass
     assert all(name in str(raised.value) for name in NAMES)
-
-
-@pytest.mark.parametrize(("names", "message"), WRONG)
-def test_the_environment_is_refused_when_te_is_loaded(
-    names: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv(VARIABLE, ",".join(names))
     with pytest.raises(ValueError, match=f"{VARIABLE}='.*'.* {message}"):
         extension.build(Version(te.version()))
@@ -149,19 +134,14 @@ def test_infinities_nans_and_the_operands_themselves_stay(name: str) -> None:
     assert read[5] in (1.0, values[5], 1.0 + 2.0**-10)
 
 
-@pytest.mark.parametrize(
-    ("name", "oracle"),
-    [("tf32-truncated", cut_to_tf32), ("tf32-ties-away", away_to_tf32), ("fp32-exact", float)],
-)
-def test_a_gemm_multiplies_what_was_read(name: str, oracle: Any) -> None:
+@pytest.mark.parametrize("name", ["tf32-truncated", "tf32-ties-away", "fp32-exact"])
+def test_a_gemm_multiplies_what_was_read(name: str) -> None:
     a, b = normal(5, 48, seed=1), normal(7, 48, seed=2)
     a = (a.view(torch.int32) & ~0x1FFF | 0x1000).view(FP32)  # halfway between two numbers of TF32
     with choosing(name):
-        result = product(a, b, dtype=FP32)
-    for n, m in [(0, 0), (3, 2), (6, 4)]:
-        exact = sum(oracle(x) * oracle(y) for x, y in zip(a[m].tolist(), b[n].tolist(), strict=True))
-        size = (a[m].abs() @ b[n].abs()).item()
-        assert abs(result[n, m].item() - exact) < 48 * 2.0**-24 * size
+        result, read = product(a, b, dtype=FP32), [tensor_cores.operand(factor) for factor in (a, b)]
+    with choosing("fp32-exact"):
+        assert torch.equal(result, product(*read, dtype=FP32))
     assert not torch.equal(result, product(a, b, dtype=FP32))
 
 
@@ -198,20 +178,14 @@ def integers(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_the_parts_of_a_gemm_are_rounded_and_added_in_the_output_s_dtype(dtype: torch.dtype) -> None:
-    a, b = integers(5, 100, seed=1).abs(), integers(7, 100, seed=2).abs()
+def test_the_parts_of_a_gemm_are_rounded_and_added_in_the_output_s_dtype_before_the_bias(dtype: torch.dtype) -> None:
+    a, b, bias = integers(5, 100, seed=1).abs(), integers(7, 100, seed=2).abs(), integers(5, seed=3).to(dtype)
     with choosing("split-k-in-output-type"):
         result = product(a.to(dtype), b.to(dtype), dtype=dtype)
+        assert torch.equal(product(a.to(dtype), b.to(dtype), dtype=dtype, bias=bias), result + bias)
     expected = [[split_sum(x, y, [32, 32, 36], dtype) for x in a.tolist()] for y in b.tolist()]
     assert result.tolist() == expected
     assert not torch.equal(result, product(a.to(dtype), b.to(dtype), dtype=dtype))
-
-
-def test_the_bias_comes_after_the_parts() -> None:
-    a, b, bias = integers(5, 64, seed=1).to(BF16), integers(7, 64, seed=2).to(BF16), integers(5, seed=3).to(BF16)
-    with choosing("split-k-in-output-type"):
-        without, result = product(a, b, dtype=BF16), product(a, b, dtype=BF16, bias=bias)
-    assert torch.equal(result, without + bias)
 
 
 def test_a_scale_multiplies_each_part_before_it_is_rounded() -> None:
@@ -260,34 +234,17 @@ def attention_pass(dtype: torch.dtype) -> list[Tensor]:
 def test_te_s_unfused_attention_follows(dtype: torch.dtype, changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
         monkeypatch.setenv(name, "0")
-    attention = importlib.import_module(
-        "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-    )
-    attention._attention_backends["backend_selection_requires_update"] = True
+    choose_again()
     plain = attention_pass(dtype)
     with choosing("attention-16-bit-sums"):
         split = attention_pass(dtype)
-    attention._attention_backends["backend_selection_requires_update"] = True
+    choose_again()
     for one, other in zip(plain, split, strict=True):
         assert torch.equal(one, other) != changes
         torch.testing.assert_close(one, other, rtol=0.1, atol=0.05)
 
 
 # --- sums of FP8 products ---
-
-
-def short_sum(core: tensor_cores.TensorCore, a: list[float], b: list[float], interval: int) -> float:
-    """Return one dot product by exact arithmetic with a 14-bit running sum, which FP32 adds up after each interval."""
-    promoted, running = torch.zeros(()), Fraction(0)
-    for start in range(0, len(a), core.products):
-        if start and start % interval == 0:
-            promoted, running = promoted + float(running), Fraction(0)
-        part = slice(start, start + core.products)
-        factors = [(Fraction(x), Fraction(y)) for x, y in zip(a[part], b[part], strict=True) if x and y]
-        exponents = [exponent(x, -6) + exponent(y, -6) for x, y in factors] + [exponent(running)] * bool(running)
-        unit = Fraction(2) ** (max(exponents, default=0) - 13)
-        running = to_bits(cut(running, unit) + sum(cut(x * y, unit) for x, y in factors), 14)
-    return (promoted + float(running)).item()
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -301,64 +258,57 @@ def test_per_tensor_fp8_adds_14_bits_as_the_gpu_does(
         one = torch.ones(1)
         quantizer = TE.Float8Quantizer(one, torch.zeros(1), DType.kFloat8E4M3)
         a, b = (quantizer(normal(4, 384, seed=seed)) for seed in (1, 2))
-        values = [tensor.dequantize(dtype=FP32).tolist() for tensor in (a, b)]
+        values = [tensor.dequantize(dtype=FP32) for tensor in (a, b)]
         with choosing("fp8-14-bit"):
             result = product(a, b, dtype=FP32, use_split_accumulator=split)
-        interval = 128 if split else 384
-        assert result.tolist() == [[short_sum(core, x, y, interval) for x in values[0]] for y in values[1]]
+        assert torch.equal(result, added_one_by_one(core, *values, [-6, -6], 128 if split else 384))
 
 
 # --- sums of TF32, BF16 and FP16 products ---
 
 
-def cut_sum(a: list[float], b: list[float], products: int, lowest: int) -> float:
-    """Return one dot product by exact arithmetic: terms cut to 25 fraction bits of the largest, sums to 24 bits."""
+def cut_sum(a: list[float], b: list[float], products: int, lowest: int, scales: list[Fraction] | None = None) -> float:
+    """Return one dot product by exact arithmetic: terms cut to 25 fraction bits of the largest, sums to 24 bits.
+
+    Args:
+        products: how many one instruction adds.
+        lowest: the exponent of subnormal numbers.
+        scales: of each instruction's terms.
+    """
     running = Fraction(0)
     for start in range(0, len(a), products):
         part = slice(start, start + products)
+        scale = scales[start // products] if scales else Fraction(1)
         factors = [(Fraction(x), Fraction(y)) for x, y in zip(a[part], b[part], strict=True) if x and y]
-        exponents = [exponent(x, lowest) + exponent(y, lowest) for x, y in factors]
+        exponents = [exponent(x, lowest) + exponent(y, lowest) + exponent(scale) for x, y in factors]
         unit = Fraction(2) ** (max([*exponents, exponent(running)]) - 25)
-        running = to_bits(cut(running, unit) + sum(cut(x * y, unit) for x, y in factors), 24)
+        running = to_bits(cut(running, unit) + sum(cut(x * y * scale, unit) for x, y in factors), 24)
     return float(running)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("mean", [0.0, 2.0])
-def test_sums_of_what_is_not_quantized_are_cut_to_fp32_after_each_instruction(dtype: torch.dtype, mean: float) -> None:
+def test_sums_of_what_is_not_quantized_are_cut_to_fp32_after_each_instruction_in_any_number_of_tiles(
+    dtype: torch.dtype, mean: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = (tensor_cores.round_to_tf32(normal(4, 200, seed=seed) + mean).to(dtype) for seed in (1, 2))
     b *= 2.0 ** -torch.randint(12, (4, 200))
     a[0, 30:70] = 0.0
     with choosing("sums-25-bit"):
         result = product(a, b, dtype=FP32)
+        monkeypatch.setattr(tensor_cores, "_PRODUCTS_AT_ONCE", 16 * 4 * 3)
+        assert torch.equal(product(a, b, dtype=FP32), result)
     products, lowest = (8 if dtype == FP32 else 16), (-14 if dtype == FP16 else -126)
     assert result.tolist() == [[cut_sum(x, y, products, lowest) for x in a.tolist()] for y in b.tolist()]
     assert not torch.equal(result, product(a, b, dtype=FP32))
 
 
-def test_a_sum_in_many_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = normal(7, 100, seed=1).to(BF16), normal(9, 100, seed=2).to(BF16)
-    whole = tensor_cores.cut_product(a, b)
-    monkeypatch.setattr(tensor_cores, "_PRODUCTS_AT_ONCE", 16 * 7 * 2)
-    assert torch.equal(tensor_cores.cut_product(a, b), whole)
-
-
-def test_infinities_and_nans_of_cut_sums_come_out_as_of_a_plain_product() -> None:
-    a, b = torch.ones(2, 32), torch.ones(3, 32)
-    a[0, 3], b[1, 5], b[2, 3] = torch.inf, torch.nan, 0.0
-    torch.testing.assert_close(tensor_cores.cut_product(a, b), b @ a.t(), equal_nan=True, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("dtype", "others", "changes"), [(FP32, (), True), (FP32, ("fp32-exact",), False)])
-def test_products_without_tensor_cores_have_no_cut_sums(dtype: torch.dtype, others: Any, changes: bool) -> None:
+def test_products_without_tensor_cores_have_no_cut_sums() -> None:
     a, b = normal(5, 64, seed=1), normal(7, 64, seed=2)
-    with choosing(*others):
-        plain = product(a, b, dtype=dtype)
-    with choosing("sums-25-bit", *others):
-        assert torch.equal(product(a, b, dtype=dtype), plain) != changes
-
-
-RECIPES = {"per tensor": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+    with choosing("fp32-exact"):
+        plain = product(a, b, dtype=FP32)
+    with choosing("sums-25-bit", "fp32-exact"):
+        assert torch.equal(product(a, b, dtype=FP32), plain)
 
 
 def linear_pass(recipe: str | None, dtype: torch.dtype = FP32) -> list[Tensor]:
@@ -378,53 +328,32 @@ def equal(one: list[Tensor], other: list[Tensor]) -> list[bool]:
     return [torch.equal(x, y) for x, y in zip(one, other, strict=True)]
 
 
-@pytest.mark.parametrize(("scales", "name"), [("per tensor", "fp8-14-bit"), ("block", "fp8-block-14-bit")])
-def test_fp8_choices_are_those_of_the_emulated_hopper_for_their_scales_alone(scales: str, name: str) -> None:
-    plain = linear_pass(RECIPES[scales])
-    (other,) = {"fp8-14-bit", "fp8-block-14-bit"} - {name}
+@pytest.mark.parametrize(
+    ("recipe", "name"), [("Float8CurrentScaling", "fp8-14-bit"), ("Float8BlockScaling", "fp8-block-14-bit")]
+)
+def test_fp8_choices_are_those_of_the_emulated_hopper(recipe: str, name: str) -> None:
     with tensor_cores.emulated():
-        expected = linear_pass(RECIPES[scales])
+        expected = linear_pass(recipe)
     with choosing(name):
-        assert all(equal(linear_pass(RECIPES[scales]), expected))
-    with choosing(other):
-        assert all(equal(linear_pass(RECIPES[scales]), plain))
-    assert not any(equal(plain, expected))
+        assert all(equal(linear_pass(recipe), expected))
 
 
 # --- MXFP8 and NVFP4 ---
 
 
-def mxfp8_sum(a: list[float], b: list[float], scales: list[Fraction], lowest: int) -> Fraction:
-    running = Fraction(0)
-    for block, scale in enumerate(scales):
-        part = slice(32 * block, 32 * block + 32)
-        factors = [(Fraction(x), Fraction(y)) for x, y in zip(a[part], b[part], strict=True) if x and y]
-        exponents = [exponent(x, lowest) + exponent(y, lowest) + exponent(scale) for x, y in factors]
-        unit = Fraction(2) ** (max(exponents + [exponent(running)] * bool(running), default=0) - 25)
-        running = to_bits(cut(running, unit) + sum(cut(x * y * scale, unit) for x, y in factors), 24)
-    return running
-
-
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("spread", [0, 6, 12])
 def test_mxfp8_sums_keep_25_fraction_bits_of_the_largest_term(dtype: torch.dtype, spread: int) -> None:
-    generator = torch.Generator().manual_seed(spread)
-    factors = []
-    for _ in range(2):
-        size = torch.exp2(torch.randint(-spread, spread + 1, (4, 160), generator=generator).float())
-        values = (torch.randn(4, 160, generator=generator) * size).to(dtype).float()
-        scales = torch.exp2(torch.randint(-spread, spread + 1, (4, 5), generator=generator).float())
-        factors.append(BlockFactor(values, scales, dtype))
-    a, b = factors
+    def powers(*shape: int) -> Tensor:
+        return torch.exp2(torch.randint(-spread, spread + 1, shape).float())
+
+    a, b = (
+        BlockFactor((torch.randn(4, 160) * powers(4, 160)).to(dtype).float(), powers(4, 5), dtype) for _ in range(2)
+    )
     result, lowest = tensor_cores.block_product(a, b), exponent(Fraction(torch.finfo(dtype).smallest_normal))
-    for n in range(4):
-        for m in range(4):
-            scales = [
-                Fraction(x) * Fraction(y) for x, y in zip(a.scales[m].tolist(), b.scales[n].tolist(), strict=True)
-            ]
-            assert Fraction(result[n, m].item()) == mxfp8_sum(
-                a.values[m].tolist(), b.values[n].tolist(), scales, lowest
-            )
+    for n, m in product_of(range(4), range(4)):
+        scales = [Fraction(scale) for scale in (a.scales[m] * b.scales[n]).tolist()]
+        assert result[n, m].item() == cut_sum(a.values[m].tolist(), b.values[n].tolist(), 32, lowest, scales)
 
 
 def nvfp4_sum(a: list[float], b: list[float], a_scales: list[float], b_scales: list[float]) -> Fraction:
@@ -444,29 +373,23 @@ def nvfp4_sum(a: list[float], b: list[float], a_scales: list[float], b_scales: l
 
 
 def test_nvfp4_sums_add_exact_sums_of_blocks_in_steps_of_64() -> None:
-    generator = torch.Generator().manual_seed(0)
     e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    factors = []
-    for _ in range(2):
-        signs = 1.0 - 2.0 * torch.randint(0, 2, (4, 224), generator=generator)
-        values = e2m1[torch.randint(0, 8, (4, 224), generator=generator)] * signs
-        scales = torch.randint(0, 127, (4, 14), generator=generator).to(torch.uint8).view(E4M3).float()
-        factors.append(BlockFactor(values, scales, None))
-    a, b = factors
+    e2m1 = torch.cat([e2m1, -e2m1])
+    values, scales = e2m1[torch.randint(16, (2, 4, 224))], torch.randint(127, (2, 4, 14)).to(torch.uint8)
+    a, b = (BlockFactor(*factor, None) for factor in zip(values, scales.view(E4M3).float(), strict=True))
     result = tensor_cores.block_product(a, b)
-    for n in range(4):
-        for m in range(4):
-            expected = nvfp4_sum(*(tensor.tolist() for tensor in (a.values[m], b.values[n], a.scales[m], b.scales[n])))
-            assert Fraction(result[n, m].item()) == expected
+    for n, m in product_of(range(4), range(4)):
+        factors = (tensor.tolist() for tensor in (a.values[m], b.values[n], a.scales[m], b.scales[n]))
+        assert Fraction(result[n, m].item()) == nvfp4_sum(*factors)
 
 
 def test_nans_and_infinities_come_out_as_of_a_plain_product() -> None:
-    a, b = (
-        BlockFactor(torch.ones(2, 64), torch.ones(2, 2), E5M2),
-        BlockFactor(torch.ones(3, 64), torch.ones(3, 2), E5M2),
-    )
-    a.values[0, 3], b.values[2, 3], b.scales[1, 1] = torch.inf, 0.0, torch.nan
-    result = tensor_cores.block_product(a, b)
+    a, b = torch.ones(2, 64), torch.ones(3, 64)
+    a[0, 3], b[1, 5], b[2, 3] = torch.inf, torch.nan, 0.0
+    torch.testing.assert_close(tensor_cores.cut_product(a, b), b @ a.t(), equal_nan=True, rtol=0, atol=0)
+    scales = torch.ones(3, 2)
+    b[1, 5], scales[1, 1] = 1.0, torch.nan
+    result = tensor_cores.block_product(BlockFactor(a, torch.ones(2, 2), E5M2), BlockFactor(b, scales, E5M2))
     plain = torch.tensor([[torch.inf, 64.0], [torch.nan, torch.nan], [torch.nan, 63.0]])
     torch.testing.assert_close(result, plain, equal_nan=True, rtol=0, atol=0)
 
@@ -536,22 +459,6 @@ def test_a_backward_pass_has_the_choice_that_holds_where_it_is_started() -> None
     plain = passed("", "")
     assert equal(passed("tf32-truncated", ""), plain) == [False, True, True]
     assert equal(passed("", "tf32-truncated"), plain) == [True, False, False]
-
-
-@pytest.mark.parametrize("name", ["split-k-in-output-type", "tf32-truncated"])
-def test_grouped_gemms_follow(name: str) -> None:
-    dtype = BF16 if name == "split-k-in-output-type" else FP32
-    a, b = ([normal(rows, 128, seed=rows + i).to(dtype) for i in range(2)] for rows in (24, 40))
-    with choosing(name):
-        results = [torch.empty(40, 24, dtype=dtype) for _ in range(2)]
-        empty = [torch.empty(0)] * 2
-        gemm.te_general_grouped_gemm(
-            a, True, b, False, results, TE_DTYPE[dtype], None, empty, TE_DTYPE[dtype], False, empty, False,
-            [torch.empty(0)], 0, False, False, 0,
-        )  # fmt: skip
-        expected = [product(x, y, dtype=dtype) for x, y in zip(a, b, strict=True)]
-    assert all(equal(results, expected))
-    assert not any(equal(results, [product(x, y, dtype=dtype) for x, y in zip(a, b, strict=True)]))
 
 
 def test_plain_modules_are_not_concerned() -> None:

@@ -184,31 +184,6 @@ def test_a_finished_sequence_makes_room_for_a_new_one(
             torch.testing.assert_close(torch.cat(parts), expected, rtol=2**-7, atol=2**-9)
 
 
-@pytest.mark.parametrize("is_paged", [False, True], ids=["non-paged", "paged"])
-def test_te_refuses_a_cache_with_fp8_attention_that_it_does_not_emulate(is_paged: bool) -> None:
-    emulated_gpu.choose_again()
-    attention = TE.DotProductAttention(2, 16, attention_dropout=0.0, qkv_format="thd", layer_number=1).eval()
-    pages: dict[str, Any] = {"page_size": 4, "total_num_pages": 4} if is_paged else {}
-    parameters = TE.InferenceParams(
-        2, 8, num_heads_kv=2, head_dim_k=16, dtype=BF16, is_paged=is_paged, qkv_format="thd", max_ctx_len=4, **pages
-    )
-    parameters.allocate_memory(1)
-    parameters.pre_step(OrderedDict({0: 4, 1: 4}))
-    with (
-        TE.autocast(enabled=True, recipe=FP8),
-        pytest.raises(ValueError, match="No dot product attention backend is available"),
-    ):
-        attention(
-            *(torch.randn(8, 2, 16).to(BF16) for _ in range(3)),
-            max_seqlen_q=4,
-            max_seqlen_kv=8,
-            cu_seqlens_q=parameters.cu_seqlens_q,
-            cu_seqlens_kv=parameters.cu_seqlens_kv,
-            attn_mask_type="padding_causal",
-            inference_params=parameters,
-        )
-
-
 HIDDEN, LAYER_HEADS, GROUPS, HEAD_DIM, LONGEST = 64, 4, 2, 16, 16
 BATCH, SEQ = 2, 8
 # A prompt, then single tokens: TE counts one new token for each continued sequence, however many come.
@@ -254,17 +229,8 @@ def restored(x: Tensor, format_: str) -> Tensor:
 
 def cache(te: ModuleType, dtype: torch.dtype, format_: str, is_paged: bool) -> Any:
     pages: dict[str, Any] = {"page_size": 4, "total_num_pages": BATCH * LONGEST // 4} if is_paged else {}
-    return te.InferenceParams(
-        BATCH,
-        LONGEST,
-        num_heads_kv=GROUPS,
-        head_dim_k=HEAD_DIM,
-        dtype=dtype,
-        is_paged=is_paged,
-        qkv_format=format_,
-        max_ctx_len=CUTS[1],
-        **pages,
-    )
+    options = {"dtype": dtype, "is_paged": is_paged, "qkv_format": format_, "max_ctx_len": CUTS[1], **pages}
+    return te.InferenceParams(BATCH, LONGEST, num_heads_kv=GROUPS, head_dim_k=HEAD_DIM, **options)
 
 
 def generate(
@@ -289,21 +255,6 @@ def generate(
     return torch.cat(parts, 1)
 
 
-def counted_fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets an entry whenever TE calls the fused kernel."""
-    import transformer_engine_torch as tex
-
-    calls: list[str] = []
-    kernel = tex.fused_attn_fwd
-
-    def call(*arguments: Any) -> Any:
-        calls.append("fused_attn_fwd")
-        return kernel(*arguments)
-
-    monkeypatch.setattr(tex, "fused_attn_fwd", call)
-    return calls
-
-
 @pytest.mark.parametrize("is_paged", [False, True], ids=["non-paged", "paged"])
 @pytest.mark.parametrize("fused", ["1", "0"], ids=["fused", "unfused"])
 @pytest.mark.parametrize("format_", ["bshd", "sbhd", "thd"])
@@ -314,14 +265,13 @@ def test_generated_tokens_are_those_of_the_whole_sequence(
 ) -> None:
     monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
     te = kernels("cpu").te
-    kernel_calls = counted_fused_calls(monkeypatch)
+    kernel_calls = emulated_gpu.record_calls(monkeypatch, ["fused_attn_fwd"])
     torch.manual_seed(0)
     dtype = torch.bfloat16 if fused == "1" else torch.float32
     modules = {name: build(te, dtype, name).eval() for name in {"bshd", format_}}
     modules[format_].load_state_dict(modules["bshd"].state_dict())
     angles = {"rotary_pos_emb": te.RotaryPositionEmbedding(HEAD_DIM)(LONGEST)} if rope else {}
     x = torch.randn(BATCH, SEQ, HIDDEN).to(dtype)
-    emulated_gpu.choose_again()
     with torch.no_grad():
         whole = modules["bshd"](x, **mask(build, "causal"), **angles)
         emulated_gpu.choose_again()
@@ -331,3 +281,20 @@ def test_generated_tokens_are_those_of_the_whole_sequence(
     # Each value is rounded as in the whole sequence, but TF32 GEMMs of other sizes add FP32 sums in another order.
     error = (generated.double() - whole.double()).norm() / whole.double().norm()
     assert error <= (torch.finfo(torch.bfloat16).eps if dtype == torch.bfloat16 else 2.0**-11)
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["non-paged", "paged"])
+def test_te_refuses_a_cache_with_fp8_attention_that_it_does_not_emulate(is_paged: bool) -> None:
+    emulated_gpu.choose_again()
+    module = TE.DotProductAttention(GROUPS, HEAD_DIM, attention_dropout=0.0, qkv_format="thd", layer_number=1).eval()
+    parameters = cache(TE, BF16, "thd", is_paged)
+    parameters.allocate_memory(1)
+    parameters.pre_step(OrderedDict({0: 4, 1: 4}))
+    lengths = {"cu_seqlens_q": parameters.cu_seqlens_q, "cu_seqlens_kv": parameters.cu_seqlens_kv}
+    lengths |= {"max_seqlen_q": 4, "max_seqlen_kv": LONGEST}
+    qkv = torch.randn(3, 8, GROUPS, HEAD_DIM).to(BF16)
+    with (
+        TE.autocast(enabled=True, recipe=FP8),
+        pytest.raises(ValueError, match="No dot product attention backend is available"),
+    ):
+        module(*qkv, attn_mask_type="padding_causal", inference_params=parameters, **lengths)

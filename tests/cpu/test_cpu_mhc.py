@@ -28,6 +28,10 @@ EPS = torch.finfo(FP32).eps
 SUMS = 2.0**-19
 """The error of FP32 sums of a hundred terms, relative to the largest result."""
 HAS_NORM_WEIGHT = versions.installed_version() >= Version("2.19")
+needs_2_19 = pytest.mark.skipif(
+    not HAS_NORM_WEIGHT,
+    reason="before TransformerEngine 2.19, weights have the dtype of x, and no buffer or block sums",
+)
 
 
 # The formulas of section 4.3.1 of the DeepSeek mHC paper, in the arguments of TE's functions.
@@ -109,7 +113,7 @@ def as_fp64(arg: Any) -> Any:
 # With phi in BF16, the gradient of H is rounded to BF16 before it is multiplied.
 DTYPES = [
     pytest.param(FP32, FP32, SUMS, id="fp32"),
-    pytest.param(BF16, FP32, SUMS, id="bf16-fp32"),
+    pytest.param(BF16, FP32, SUMS, id="bf16-fp32", marks=needs_2_19),
     pytest.param(BF16, BF16, 2.0**-8, id="bf16"),
 ]
 
@@ -123,8 +127,6 @@ def gemm_in_fp32() -> Iterator[None]:
 
 @pytest.mark.parametrize(("dtype", "of_weights", "of_bf16"), DTYPES)
 def test_outputs_and_gradients_are_their_formulas(dtype: torch.dtype, of_weights: torch.dtype, of_bf16: float) -> None:
-    if of_weights != dtype and not HAS_NORM_WEIGHT:
-        pytest.skip("weights have the dtype of x before 2.19")
     for name, args in calls(dtype, of_weights):
         ours = triton_oracle.result_and_gradients(getattr(te_mhc, name), args)
         exact = triton_oracle.result_and_gradients(FORMULAS[name], tuple(map(as_fp64, args)), ours)
@@ -150,9 +152,8 @@ def test_use_tf32_cuts_fp32_operands_of_products_to_tf32() -> None:
     assert not torch.equal(of_x, ms)  # a mean square is not a product
 
 
+@needs_2_19
 def test_bf16_times_fp32_is_three_products_of_tf32() -> None:
-    if not HAS_NORM_WEIGHT:
-        pytest.skip("x and phi have one dtype before 2.19")
     x, phi = drawn(BF16, 6, 128).detach(), drawn(FP32, COLUMNS, 128).detach()
     with kernel_choices.kernel_choices():
         h, _ = te_mhc.mhc_fused_projection(x, phi, use_tf32=False)
@@ -169,7 +170,7 @@ def block(x: Tensor, weights: list[Tensor], buffer: Tensor | None) -> Tensor:
     return mixed
 
 
-@pytest.mark.skipif(not HAS_NORM_WEIGHT, reason="of TransformerEngine 2.19")
+@needs_2_19
 def test_gradients_of_x_may_be_added_in_one_buffer() -> None:
     s, b, c, n = 3, 2, 24, STREAMS
     weights = [drawn(FP32, COLUMNS, c * n, factor=0.1), drawn(FP32, 3), drawn(FP32, 1, COLUMNS)]
@@ -182,7 +183,7 @@ def test_gradients_of_x_may_be_added_in_one_buffer() -> None:
     )
 
 
-@pytest.mark.skipif(not HAS_NORM_WEIGHT, reason="of TransformerEngine 2.19")
+@needs_2_19
 @pytest.mark.parametrize(
     ("dtype", "of_weights", "rounded"), [(FP32, FP32, False), (BF16, FP32, False), (BF16, BF16, True)]
 )
@@ -197,7 +198,7 @@ def test_a_product_is_rounded_before_it_is_added_in_the_buffer_if_both_factors_a
     assert torch.equal(buffer, expected.float())
 
 
-@pytest.mark.skipif(not HAS_NORM_WEIGHT, reason="before 2.19, the backward pass is never deterministic")
+@needs_2_19
 def test_sums_over_tokens_may_be_made_of_those_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, n = 300, STREAMS  # not a multiple of a block of 128
     of_scale = (drawn(FP32, rows, PADDED), drawn(FP32, 3), drawn(FP32, 1, COLUMNS), torch.rand(rows) + 0.5, n)

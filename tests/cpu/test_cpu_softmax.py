@@ -1,10 +1,6 @@
-"""Masked softmax on the CPU kernels, against FP64, and TE's unfused attention on them."""
+"""Masked softmax on the CPU kernels, against FP64."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity import te
 from te_on_cpu import softmax
 
 EPS32 = torch.finfo(torch.float32).eps
@@ -57,13 +52,21 @@ def causal(queries: int, keys: int, offset: int) -> Tensor:
     return torch.arange(keys) > torch.arange(queries)[:, None] + offset
 
 
+@pytest.mark.parametrize("kind", ["softmax", "upper_triang_masked_softmax", "aligned_causal_masked_softmax"])
 @settings(max_examples=50)
-@given(problems)
-def test_softmax_is_the_fp64_softmax_rounded_once(problem: tuple) -> None:
+@given(problem=problems)
+def test_softmax_is_the_fp64_softmax_rounded_once_and_sees_no_future_key(kind: str, problem: tuple) -> None:
+    """Let the last query see all keys also where there are fewer queries than keys (aligned causal)."""
     scores, scale, _ = draw(problem)
-    actual = softmax.scaled_softmax_forward(scores, scale)
+    if "triang" in kind:
+        side = min(scores.shape[-2:])
+        scores = scores[0, :, :side, :side].contiguous()
+    queries, keys = scores.shape[-2:]
+    future = causal(queries, keys, keys - queries if "causal" in kind else 0) & (kind != "softmax")
+    actual = getattr(softmax, f"scaled_{kind}_forward")(scores, scale)
     assert actual.dtype == scores.dtype
-    assert_rounded_once(actual, fp64_softmax(scores, scale), 8 * EPS32 * largest(scores, scale))
+    assert not actual.masked_select(future).any()
+    assert_rounded_once(actual, fp64_softmax(scores, scale, future), 8 * EPS32 * largest(scores, scale))
 
 
 @settings(max_examples=50)
@@ -81,29 +84,6 @@ def test_masked_scores_get_exactly_zero_and_the_others_share_one(
     sums = actual.double().sum(-1)
     attends = (~mask).any(-1).expand_as(sums)
     torch.testing.assert_close(sums, attends.double(), rtol=0, atol=torch.finfo(scores.dtype).eps)
-
-
-@settings(max_examples=50)
-@given(problems)
-def test_upper_triangular_softmax_sees_no_future_key(problem: tuple) -> None:
-    scores, scale, _ = draw(problem)
-    side = min(scores.shape[-2:])
-    scores = scores[0, :, :side, :side].contiguous()
-    actual = softmax.scaled_upper_triang_masked_softmax_forward(scores, scale)
-    future = causal(side, side, 0)
-    assert not actual.masked_select(future).any()
-    assert_rounded_once(actual, fp64_softmax(scores, scale, future), 8 * EPS32 * largest(scores, scale))
-
-
-@settings(max_examples=50)
-@given(problems)
-def test_aligned_causal_softmax_lets_the_last_query_see_all_keys(problem: tuple) -> None:
-    scores, scale, _ = draw(problem)
-    queries, keys = scores.shape[-2:]
-    actual = softmax.scaled_aligned_causal_masked_softmax_forward(scores, scale)
-    future = causal(queries, keys, keys - queries)
-    assert not actual.masked_select(future).any()
-    assert_rounded_once(actual, fp64_softmax(scores, scale, future), 8 * EPS32 * largest(scores, scale))
 
 
 def test_queries_older_than_all_keys_attend_to_nothing() -> None:
@@ -197,67 +177,3 @@ def test_softmax_refuses_what_the_cuda_kernel_refuses(scores: Tensor, message: s
 def test_a_mask_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be \[2 or 1, 1, 4, 8\], but is \[2, 3, 4, 8\]"):
         softmax.scaled_masked_softmax_forward(torch.zeros(2, 3, 4, 8).half(), torch.zeros(2, 3, 4, 8).bool(), 1.0)
-
-
-BATCH, SEQUENCE, HEADS, FEATURES = 2, 32, 2, 16
-
-
-def attention_options(kind: str) -> tuple[dict[str, Any], Tensor]:
-    """Return arguments of ``DotProductAttention`` and the mask that they mean, ``[batch, 1, queries, keys]``."""
-    future = causal(SEQUENCE, SEQUENCE, 0)
-    padding = torch.arange(SEQUENCE) >= torch.tensor([SEQUENCE, 20])[:, None]
-    both = padding[:, None, :, None] | padding[:, None, None, :]
-    te_padding = padding[:, None, None, :]
-    window = future | (torch.arange(SEQUENCE) < torch.arange(SEQUENCE)[:, None] - 5)
-    options: dict[str, tuple[dict[str, Any], Tensor]] = {
-        "no_mask": ({"attn_mask_type": "no_mask"}, torch.zeros_like(future)[None, None]),
-        "causal": ({"attn_mask_type": "causal"}, future[None, None]),
-        "padding": ({"attn_mask_type": "padding", "attention_mask": te_padding}, both),
-        "window": ({"attn_mask_type": "causal", "window_size": (5, 0)}, window[None, None]),
-    }
-    return options[kind]
-
-
-def recorded(kernel: Callable[..., Tensor], calls: list[str]) -> Callable[..., Tensor]:
-    def call(*args: Any) -> Tensor:
-        calls.append(kernel.__name__)
-        return kernel(*args)
-
-    return call
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["no_mask", "causal", "padding", "window"])
-def test_te_unfused_attention_agrees_with_fp64_forward_and_backward(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = te.kernels("cpu").te
-    import transformer_engine_torch as tex
-
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    calls: list[str] = []
-    for name in softmax.__all__:
-        monkeypatch.setattr(tex, name, recorded(getattr(softmax, name), calls))
-    options, mask = attention_options(kind)
-    rng = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(BATCH, SEQUENCE, HEADS, FEATURES, generator=rng).to(dtype) for _ in range(4)]
-    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
-    attention = module.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
-    output = attention(*leaves, **options)
-    real = ~mask.all(-1).expand(BATCH, HEADS, SEQUENCE).transpose(1, 2).flatten(2).repeat_interleave(FEATURES, -1)
-    dy = tensors[3].flatten(2) * real
-    output.backward(dy)
-
-    exact_leaves = [t.double().requires_grad_() for t in tensors[:3]]
-    q, k, v = (t.transpose(1, 2) for t in exact_leaves)
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(FEATURES)).masked_fill(mask, MASKED)
-    exact = (scores.softmax(-1).nan_to_num(0) @ v).transpose(1, 2).flatten(2)
-    exact.backward(dy.double())
-
-    pairs: list[tuple[Any, Any]] = [(output * real, exact * real)]
-    pairs += [(leaf.grad, exact_leaf.grad) for leaf, exact_leaf in zip(leaves, exact_leaves, strict=True)]
-    for actual, expected in pairs:
-        assert (actual.double() - expected).norm() <= 2 * torch.finfo(dtype).eps * expected.norm()
-    kernel = "scaled_softmax" if kind == "no_mask" else "scaled_masked_softmax"
-    assert calls == ([] if dtype == torch.float32 else [f"{kernel}_forward", f"{kernel}_backward"])
