@@ -59,7 +59,9 @@ def study(
     "python -m lab zoo --sizes small --seeds 3 -n 8",
 )
 def zoo(
-    bugs: Annotated[str, typer.Option(help="Only bugs whose names match this shell pattern.")] = "*",
+    bugs: Annotated[
+        str, typer.Option(help="Only bugs whose names, hosts or groups match a shell pattern; several with commas.")
+    ] = "*",
     precisions: Precisions = None,
     sizes: Annotated[str, typer.Option(help="small, large or both, separated by a comma.")] = "",
     seeds: Annotated[

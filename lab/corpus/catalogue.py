@@ -35,14 +35,18 @@ RIGHT: Mapping[str, Case] = {**HOSTS, **{port.host: port.right for port in PORTS
 def choose_ports(pattern: str) -> tuple[Port, ...]:
     """Return the ports whose names, hosts' names or groups match a shell pattern such as ``rope-*``.
 
+    Args:
+        pattern: one pattern, or several with commas between them.
+
     Raises:
         UserError: if none does.
     """
+    patterns = pattern.split(",")
     found = tuple(
         port
         for group, ports in GROUPS.items()
         for port in ports
-        if fnmatch(port.name, pattern) or fnmatch(port.host, pattern) or fnmatch(group, pattern)
+        if any(fnmatch(name, one) for name in (port.name, port.host, group) for one in patterns)
     )
     if not found:
         raise UserError(f"no port, host or group is called {pattern!r}; there are the groups {', '.join(GROUPS)}")
