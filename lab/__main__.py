@@ -60,7 +60,7 @@ def study(
 )
 def zoo(
     bugs: Annotated[
-        str, typer.Option(help="Only bugs whose names, hosts or groups match a shell pattern; several with commas.")
+        str, typer.Option(help="Only bugs, hosts or groups of these names: shell patterns, with commas.")
     ] = "*",
     precisions: Precisions = None,
     sizes: Annotated[str, typer.Option(help="small, large or both, separated by a comma.")] = "",
