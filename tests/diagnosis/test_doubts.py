@@ -139,14 +139,14 @@ def test_what_a_mistake_leaves_by_bad_luck_is_looked_at_again_where_it_is_little
         left = 0.9 if len(models) > looks else 1.3
         return [judged_gradient(0.01 * left, left)]
 
-    monkeypatch.setattr(in_full, "tensors_under", lambda *args, **kwargs: {})
+    monkeypatch.setattr(in_full, "tensors_with", lambda *args, **kwargs: {})
     monkeypatch.setattr(in_full, "_beside_kinks", lambda *args: [])
     assert passes_in_the_end(judged_gradient(error, margin), judge) == passes
 
 
 @pytest.mark.parametrize(("error", "passes"), [(1.0, True), (0.5, False)])
 def test_the_side_of_a_kink_may_move_a_gradient_far_but_not_by_what_was_wrong_with_it(monkeypatch, error, passes):
-    monkeypatch.setattr(in_full, "tensors_under", lambda *args, **kwargs: {})
+    monkeypatch.setattr(in_full, "tensors_with", lambda *args, **kwargs: {})
     monkeypatch.setattr(in_full, "_beside_kinks", lambda *args: [{}])
     judge = lambda golden, models, *rest: [judged_gradient(0.08, 0.9 if len(models) > 1 else 8.0)]  # noqa: E731
     assert passes_in_the_end(judged_gradient(error, 100.0 * error), judge) == passes
