@@ -24,7 +24,7 @@ BOTH = ("fp32", "bf16")
 def rows() -> Iterator[Any]:
     """Yield ports with their precisions; a row whose kind others show is marked for ``--full``."""
     titles: set[str] = set()
-    for group, ports in SMALL.items():
+    for ports in SMALL.values():
         shown: set[str] = set()
         for port in ports:
             kind = port.titles[0] if port.titles else f"right {port.host}"
