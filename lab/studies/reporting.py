@@ -306,6 +306,6 @@ def written(path: Path, sections: Iterable[str]) -> Path:
 
     The last line names the commit, and how many results in the record were computed by other code.
     """
-    old = record.outdated(path.with_suffix(".jsonl"), record.code_of(f"{__package__}.{path.stem}"))
+    old = record.outdated(path.with_suffix(".jsonl"), record.code_of(f"{__package__}.{path.stem}.study"))
     kept = f"{old.results} of {old.of} results were kept from runs of other code." if old else ""
     return record.write_sections(path, [*sections, *filter(None, [kept])], f"python -m lab study {path.stem}")
