@@ -19,6 +19,8 @@ from lab.corpus.port import Port, at_size
 from parity.mistakes.codes import CODES
 
 BOTH = ("fp32", "bf16")
+# Without its recipe, an MLP has smaller errors than are expected; the zoo counts this bug as missed (reports/zoo.md).
+MISSED = {"recipe-disabled-in-mlp"}
 
 
 def rows() -> Iterator[Any]:
@@ -36,7 +38,7 @@ def rows() -> Iterator[Any]:
             shown.add(kind)
         titles |= shown
     for port in (port for groups in (MODELS, PLANTED) for ports in groups.values() for port in ports):
-        if port.titles[0] not in titles:
+        if port.titles[0] not in titles and port.name not in MISSED:
             yield make_row(port, list_precisions(port)[0])
         titles.add(port.titles[0])
 
