@@ -59,7 +59,8 @@ class Host:
             settings = {**self.settings, **changes}
             reference, candidate = self.reference(**self.settings), self.port(te, **settings)
             options = self.options(**settings) if callable(self.options) else self.options
-            return Pair(reference, candidate, self.inputs, _map_weights(weights or self.weights, reference), **options)
+            mapped = _map_weights(self.weights if weights is None else weights, reference)
+            return Pair(reference, candidate, self.inputs, mapped, **options)
 
         return Case(self.name, factory, sizes=({},), probe=self.probe, precisions=self.precisions, path=Path(__file__))
 

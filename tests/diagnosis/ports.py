@@ -8,15 +8,15 @@ a phrase that its message must contain. The title for a correct port is ``passed
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from torch import nn
 
 import parity
-from lab.corpus.decoder import BATCH, VOCABULARY, LanguageModel, Options
+from lab.corpus.decoder import Options, decoder
+from lab.corpus.small import Host
 
 FP32_AND_BF16 = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
@@ -61,16 +61,9 @@ def compared(
         options: passed to ``parity.compare``.
     """
 
-    def factory(te: Any, **_: Any) -> parity.Pair:
-        plain = reference()
-        if isinstance(weights, Mapping):
-            given = weights
-        else:
-            given = {weights(name) if weights else name: name for name, _ in plain.named_parameters()}
-        calls = dict(call_reference=call_reference, call_candidate=call_candidate)
-        return parity.Pair(plain, port(te), inputs, given, **calls)
-
-    (result,) = parity.compare(parity.Case("port", factory, sizes=({},), probe=probe), [precision], **options)
+    calls = dict(call_reference=call_reference, call_candidate=call_candidate)
+    host = Host("port", reference, port, inputs, weights=weights, options=calls, probe=probe)
+    (result,) = parity.compare(host.case(), [precision], **options)
     return result
 
 
@@ -91,16 +84,6 @@ def twins(
         precision,
         **options,
     )
-
-
-def normal(*shapes: tuple[int, ...]) -> Callable[[Any], Any]:
-    """Return a function that draws one tensor of each shape."""
-
-    def inputs(rng: Any) -> Any:
-        drawn = tuple(rng.normal(*shape) for shape in shapes)
-        return drawn if len(drawn) > 1 else drawn[0]
-
-    return inputs
 
 
 def tells(result: parity.Result, title: str, phrase: str = "") -> None:
@@ -132,10 +115,6 @@ def decoders(
         mapped: makes the left side of the weight map's entry for a name.
         port: the options that the port gets wrong.
     """
-    return compared(
-        lambda: LanguageModel(nn.Linear, lambda width: nn.RMSNorm(width, eps=1e-5), reference),
-        lambda te: LanguageModel(te.Linear, te.RMSNorm, replace(reference, **port)),
-        lambda rng: rng.integers(BATCH, seq, high=VOCABULARY),
-        precision,
-        mapped,
-    )
+    host = decoder("port", seq, mapped, **vars(reference))
+    (result,) = parity.compare(host.case(**port), [precision])
+    return result

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import compared, in_turn, normal, tells, tells_only, twins
+from ports import compared, in_turn, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.small import normal
 from parity.case.case import Rng
 
 WIDTH = 64

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, compared, in_turn, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
 from lab.corpus.catalogue import PORTS
 from lab.corpus.port import at_size
+from lab.corpus.small import normal
 from parity.search.divergence import readable
 
 # Detached parts of the residual stream: outputs are right, but gradients lack what flows back through these parts.

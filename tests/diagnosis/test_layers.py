@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import compared, decoders, normal, tells, tells_only
+from ports import compared, decoders, tells, tells_only
 from torch import Tensor, nn
 
 import parity
 from lab.corpus.decoder import BATCH, VOCABULARY, LanguageModel, Options
-from lab.corpus.small import Expert
+from lab.corpus.small import Expert, normal
 from parity.reference import RotaryEmbedding
 
 # Layers that the map fills, or the port calls, in another order.

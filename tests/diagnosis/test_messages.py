@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from ports import compared, normal
+from ports import compared
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.small import normal
 from parity import reference, under
 from parity.mistakes.codes import CODES
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ports import compared, normal, tells, tells_only
+from ports import compared, tells, tells_only
 from torch import Tensor, nn
 
 import parity
+from lab.corpus.small import normal
 from lab.corpus.small_ports.weight_maps import CROSS, KEYS, QUERIES, SCALE_AND_SHIFT, of_cross_attention
 from parity.case.weight_map import Reorder, describe, reorder
 from parity.mistakes import weight_maps
