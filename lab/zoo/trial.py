@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lab.corpus.catalogue import PLANTED, PORTS, RIGHT, choose_ports
 from lab.corpus.port import Port, at_size
+from lab.threads import one_thread
 from lab.zoo import rivals
 from lab.zoo.rivals import Tensors
 from parity import te
@@ -338,12 +339,8 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Trial, Verdict]:
         workers: how many processes to use, each with one thread; a single worker is this process.
     """
     campaign: Campaign[Trial, Verdict] = Campaign(path, Verdict)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return campaign.complete(plan.trials(), _judge_here, "judging", workers if workers > 1 else None)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def unavailable(precisions: Sequence[str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from lab.corpus.catalogue import MODELS
 from lab.corpus.judging import Judgement, said_of
 from lab.studies import reporting
 from lab.studies.settings import check_names
+from lab.threads import one_thread
 from parity import te
 from parity.case.validate import check_case
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
@@ -120,12 +121,8 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Wrong, Seen], Se
     rows = [name for name in settings.rows if name] or list(_ROWS)
     jobs = [Wrong(row, name, settings.seed, settings.runs) for name in settings.precisions for row in rows]
     campaign: Campaign[Wrong, Seen] = Campaign(folder / RECORD, Seen, code=record.code_of(__name__))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return campaign.complete(jobs, seen, "measuring"), settings
-    finally:
-        torch.set_num_threads(threads)
 
 
 def seen(one: Wrong) -> Seen:

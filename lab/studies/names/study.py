@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from lab.corpus.catalogue import GROUPS, MODELS, PORTS, RIGHT
 from lab.corpus.judging import Judgement, Said, said_of
 from lab.corpus.models import LAYERS
 from lab.corpus.port import Port
 from lab.studies import reporting
 from lab.studies.settings import check_names
+from lab.threads import one_thread
 from parity import te
 from parity.measuring import record
 from parity.measuring.record import Campaign
@@ -67,12 +66,8 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Judgement, Said]
     check_names("tables", settings.tables, ("right", *GROUPS))
     check_names("precisions", settings.precisions, PRECISIONS)
     campaign: Campaign[Judgement, Said] = Campaign(folder / RECORD, Said, code=record.code_of(__name__))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return campaign.complete(judgements(settings), said_of, "judging", settings.workers or None), settings
-    finally:
-        torch.set_num_threads(threads)
 
 
 def judgements(settings: Settings) -> list[Judgement]:
