@@ -128,10 +128,8 @@ def _attach_results(node_id: str, notes: Notes, file: Path | None, report: Any) 
         report.sections.append(("where it was", stacks))
     results = [*finished, entry.ended_by(cause, from_outside=not stacks)]
     report.parity_lines = {"environment": entry.environment, "results": results}
-    report.when, report.longrepr = (
-        "call",
-        f"{ending.summary_line(list(map(record.result_of, results)))} ({report.longrepr})",
-    )
+    report.when = "call"
+    report.longrepr = f"{ending.summary_line(list(map(record.result_of, results)))} ({report.longrepr})"
     path, name = node_id.split("::", 1)
     report.location = (path, None, name)
 
