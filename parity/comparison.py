@@ -412,7 +412,7 @@ def _advise_on(error: BaseException) -> str:
     return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
 
 
-def _observe_port(request: Request, prepared: Prepared) -> Port:
+def observe_port(request: Request, prepared: Prepared) -> Port:
     """Run the candidate again, and return what it rounds outside TE's modules and what it chooses."""
     precision = request.precision
     with (
@@ -483,7 +483,7 @@ def _rejudge_tensors(comparison: Comparison, judge_by: Callable[..., tuple[Tenso
     """Judge again, allowing for what this port was seen to do and for what other kernels or roundings may do."""
     request, models, first_look = comparison.request, comparison.models, comparison.tensors
     rounding, dtype = request.precision.rounding, request.precision.dtype
-    port = _observe_port(request, comparison.prepared)
+    port = observe_port(request, comparison.prepared)
     prepared = replace(comparison.prepared, made=port.choices)
     if port.steps is not None and not comparison.passed:
         models = [run_model(prepared, rounding, one) for one in Port(steps=port.steps).freedoms]

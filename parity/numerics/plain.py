@@ -57,8 +57,14 @@ PLAIN_KERNELS = frozenset(
 
 
 # Functions that sum the gradients of functions with other names, such as those that read by index. On a CPU and on an
-# H100, the gradient of ``table[tokens]`` is summed in the table's dtype.
-_SUMS_GRADIENTS_OF = {"index_put": "index", "index_add": "index_select", "scatter_add": "gather", "cumsum": "cumprod"}
+# H100, the gradient of ``table[tokens]`` is summed in the table's dtype; that of ``F.embedding`` is on a CPU.
+_SUMS_GRADIENTS_OF = {
+    "index_put": "index",
+    "index_add": "index_select",
+    "scatter_add": "gather",
+    "cumsum": "cumprod",
+    "embedding_dense_backward": "embedding",
+}
 
 
 def is_backward_of(name: str, called: Container[str]) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -294,18 +294,25 @@ def run_candidate(
     seen: Callable[[Pass], None] | None = None,
     recalled: Recalled | None = None,
     alone: bool = False,
+    watching: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
 ) -> tuple[Tensors, tuple[str, ...]]:
     """Return the candidate's tensors in the reference's layout, and the TE parameters that no gradient reached.
 
     ``change`` is called with the newly built module before it runs, and ``seen`` with its pass. ``recalled`` is filled
     in. If it is given and there are no probing inputs, the module is called on other inputs before the pass, which
     exposes a module that keeps what it computed from them. With ``alone``, probing inputs get a new module.
+    ``watching`` makes the context of each forward pass on the pair's inputs, the last of which is the one compared.
     """
     built = prepared.cache.take("pair", lambda: build(case, checked, seed, kernels))
     pair = with_weights(built, prepared, precision)
     candidate = pair.candidate
     change(candidate)
     parameters = dict(candidate.named_parameters())
+
+    @contextmanager
+    def called() -> Iterator[None]:
+        with _as_called(prepared, precision, kernels), watching(candidate) if watching else nullcontext():
+            yield
 
     def once() -> Pass:
         return run(
@@ -314,7 +321,7 @@ def run_candidate(
             prepared.inputs,
             prepared.input_names,
             lambda outputs: _fit_cotangents(prepared.cotangents, outputs),
-            forward_context=_as_called(prepared, precision, kernels),
+            forward_context=called(),
             watch_inputs=seen is not None,
             differentiated=not prepared.evaluation,
         )

@@ -1,0 +1,1 @@
+"""Find where a port departs from its reference, stage by stage."""

@@ -1,0 +1,382 @@
+"""Judge each stage: compute it again in the reference from the candidate's own values, and compare its end.
+
+One pass of the reference does this for all stages. Whenever it comes to a value that was matched, it keeps what it has
+computed, which is the end of a stage, and goes on with the candidate's value, where the next ones begin. Its backward
+pass begins at each end with the candidate's gradient there, and so gives at each beginning the gradient that the
+candidate should have.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.numerics.aten import Phase
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import Freedom
+from parity.numerics.golden import in_fp64
+from parity.passes.all_passes import Tensors, under_model
+from parity.passes.one_pass import named_outputs, run
+from parity.passes.prepare import Prepared, cast
+from parity.stages.graph import MOVES, Graph, laid_out_as
+from parity.stages.layouts import Layout
+from parity.stages.match import Evidence, Match
+from parity.stages.watch import Watched
+from parity.trace.calls import edited, is_in_place, mapped, tensors_in
+from parity.trace.trace import Call, Edit, Site, Value
+
+_LEAST = 0.4  # unit roundoffs; no stage is expected to be more precise, since its end is stored
+_LEAST_IN_FP32 = 3e-6  # the same for a value that the candidate holds in FP32: sums of thousands of terms
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What lies between values that both sides compute.
+
+    Attributes:
+        end: the call whose value the stage ends with or, for a backward stage, whose value's gradient it computes.
+        calls: the reference's calls in it, in order.
+        evidence: why the end was matched.
+        watched: the name of the candidate's function that returned the end.
+        backward: whether gradients are computed.
+        parameter: the parameter whose gradient a backward stage ends with; empty for a value's.
+    """
+
+    end: Site
+    calls: tuple[Call, ...]
+    evidence: Evidence
+    watched: str
+    backward: bool = False
+    parameter: str = ""
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computes, and does not only move elements."""
+        return any(call.name not in MOVES for call in self.calls)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A stage and its error.
+
+    Attributes:
+        stage: the stage.
+        error: the relative L2 error of the candidate's value or gradient at its end.
+        expected: the error that the precision costs there, by the rounding model.
+        gain: the error's share along the value, in standard deviations of rounding.
+        is_missing: whether the candidate has no gradient where the reference has one.
+    """
+
+    stage: Stage
+    error: float
+    expected: float
+    gain: float = 0.0
+    is_missing: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """The error over the expected one."""
+        return self.error / self.expected if self.expected else math.inf
+
+
+def judge_forward_and_backward(
+    prepared: Prepared,
+    graph: Graph,
+    found: Mapping[int, Match],
+    candidate: Tensors,
+    rounding: Rounding,
+    freedoms: Sequence[Freedom],
+) -> list[Judged]:
+    """Return all stages, judged, in the reference's order: forward ones first, then backward ones.
+
+    Args:
+        prepared: what was compared.
+        graph: the reference's.
+        found: the matches, by the number of the reference's value.
+        candidate: the candidate's tensors, whose weight gradients end stages as well.
+        rounding: the precision's.
+        freedoms: how kernels may compute, as in the verdict.
+    """
+    passes = _Passes(prepared, graph, found)
+    exact = passes.in_fp64()
+    modelled = [passes.under(rounding, freedom) for freedom in freedoms]
+    forward = [
+        _compare(graph, stage, match, exact.ends[number], [one.ends[number] for one in modelled], rounding)
+        for number, match in found.items()
+        if number in exact.ends and all(number in one.ends for one in modelled)
+        for stage in [_forward_stage(graph, found, match)]
+    ]
+    backward = [] if prepared.evaluation else list(_judge_backward(passes, exact, modelled, candidate, rounding))
+    order = graph.order
+    return [
+        *sorted(forward, key=lambda one: order[one.stage.end]),
+        *sorted(backward, key=lambda one: -order.get(one.stage.end, 0)),
+    ]
+
+
+def _forward_stage(graph: Graph, found: Mapping[int, Match], match: Match) -> Stage:
+    calls, _ = graph.between(match.value, found.keys())
+    return Stage(calls[-1].site, tuple(calls), match.evidence, match.watched.name)
+
+
+def _compare(
+    graph: Graph, stage: Stage, match: Match, exact: Tensor, modelled: Sequence[Tensor], rounding: Rounding
+) -> Judged:
+    """Judge what the candidate has at the end of a stage."""
+    is_wide = match.watched.tensor.dtype is torch.float32
+    least = _LEAST_IN_FP32 if is_wide and rounding.storage is not torch.float32 else _least_of(rounding)
+    models = [x.double() if is_wide else rounding.store_part(x.float()).double() for x in modelled]
+    rows = graph.read.get(match.value.number, torch.tensor(True))
+    mine, exact, *models = (torch.where(rows, x.double(), 0.0) for x in (match.end, exact, *models))
+    return _measure(stage, mine, exact, models, least)
+
+
+def _least_of(rounding: Rounding) -> float:
+    # An FP32 GEMM may multiply in TF32, whose roundoff is FP16's.
+    dtype = torch.float16 if rounding.storage is torch.float32 else rounding.storage
+    return _LEAST * torch.finfo(dtype).eps / 2.0
+
+
+def _measure(stage: Stage, mine: Tensor, exact: Tensor, models: Sequence[Tensor], least: float) -> Judged:
+    size = torch.linalg.vector_norm(exact).item()
+    if size == 0.0:
+        return Judged(stage, 0.0 if not mine.any() else math.inf, least)
+    models = [x for x in models if bool(torch.isfinite(x).all())]
+    if not models or not math.isfinite(size):
+        return Judged(stage, 0.0, least)  # nothing is known of what to expect here
+    error = torch.linalg.vector_norm(mine - exact).item() / size
+    expected = max(least, *(torch.linalg.vector_norm(x - exact).item() / size for x in models))
+    share, *shares = (((x - exact) * exact).sum().item() / size**2 for x in (mine, *models))
+    deviation = max(expected / math.sqrt(exact.numel()), max(shares) - min(shares))
+    return Judged(stage, error, expected, (share - statistics.mean(shares)) / deviation)
+
+
+# Backward stages.
+
+
+def _judge_backward(
+    passes: _Passes, exact: _Forced, modelled: Sequence[_Forced], candidate: Tensors, rounding: Rounding
+) -> Iterator[Judged]:
+    graph, least = passes.graph, _least_of(rounding)
+    readers = _stages_that_read(graph, passes.found)
+    for number, gradient in exact.gradients.items():
+        match = passes.found[number]
+        models = [one.gradients[number] for one in modelled if number in one.gradients]
+        if not gradient.any() or len(models) < len(modelled):
+            continue
+        calls = readers(match.value)
+        if not calls:
+            continue
+        stage = Stage(_site_of(graph, match.value), calls, match.evidence, match.watched.name, backward=True)
+        mine = passes.gradient_of(match)
+        if mine is None:
+            yield Judged(stage, 1.0, least, is_missing=True)
+        else:
+            stored = (rounding.store_part(x.float()) for x in models)
+            # What a mask or a ReLU makes zero may have any gradient there: it goes no further.
+            passed_on = exact.ends[number] != 0.0
+            mine, gradient, *models = (torch.where(passed_on, x.double(), 0.0) for x in (mine, gradient, *stored))
+            yield _measure(stage, mine, gradient, models, least)
+    values = {graph.trace.parameters[call_input.number]: call_input for call_input in _parameters_read(graph)}
+    for name, gradient in exact.weight_gradients.items():
+        models = [one.weight_gradients[name] for one in modelled]
+        mine = candidate.get(("weight gradient", name))
+        if mine is None or name not in values or not gradient.any():
+            continue
+        calls = readers(values[name])
+        if calls:
+            stage = Stage(calls[0].site, calls, "weights", f"weight {name}", backward=True, parameter=name)
+            stored = [rounding.store_part(x.float()).double() for x in models]
+            yield _measure(stage, mine.double(), gradient.double(), stored, least)
+
+
+def _site_of(graph: Graph, value: Value) -> Site:
+    call = graph.trace.producer(value)
+    return value.site if call is None else call.site
+
+
+def _parameters_read(graph: Graph) -> Iterator[Value]:
+    for call in graph.trace.calls:
+        yield from (value for value in call.inputs if value.number in graph.trace.parameters)
+
+
+def _stages_that_read(graph: Graph, found: Mapping[int, Match]) -> Callable[[Value], tuple[Call, ...]]:
+    """Return a function that returns the calls of the stages that begin with a value or a parameter."""
+    users: dict[int, dict[Site, Call]] = {}
+    for match in found.values():
+        calls, read = graph.between(match.value, found.keys())
+        given = read | {
+            value.number for call in calls for value in call.inputs if value.number in graph.trace.parameters
+        }
+        for number in given:
+            users.setdefault(number, {}).update((call.site, call) for call in calls)
+
+    def calls_of(value: Value) -> tuple[Call, ...]:
+        return tuple(sorted(users.get(value.number, {}).values(), key=lambda call: graph.order[call.site]))
+
+    return calls_of
+
+
+# The passes in which every stage begins with the candidate's values.
+
+
+@dataclass
+class _Forced:
+    """What a pass computed.
+
+    Attributes:
+        ends: the values that stages end with, by number.
+        gradients: the gradients at the values that stages begin with, by number.
+        weight_gradients: by the parameter's name.
+    """
+
+    ends: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    weight_gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Passes:
+    def __init__(self, prepared: Prepared, graph: Graph, found: Mapping[int, Match]) -> None:
+        self.graph = graph
+        self.found = found
+        self._prepared = prepared
+        self._cuts = {number for number, match in found.items() if self._may_cut(match)} - _read_beside(graph, found)
+
+    def gradient_of(self, match: Match) -> Tensor | None:
+        """Return the candidate's gradient at a match, in the reference's layout; None if it has none."""
+        if match.evidence == "output":
+            name = next(name for name, value in self.graph.outputs.items() if value == match.value)
+            return self._prepared.cotangents.get(name)
+        gradient = match.watched.gradient
+        return None if gradient is None else match.arrange(gradient)
+
+    def in_fp64(self) -> _Forced:
+        self._prepared.reference.double()
+        return self._run(torch.float64, in_fp64())
+
+    def under(self, rounding: Rounding, freedom: Freedom) -> _Forced:
+        self._prepared.reference.float()
+        return self._run(torch.float32, under_model(self._prepared, rounding, freedom))
+
+    def _run(self, dtype: torch.dtype, model: AbstractContextManager[Phase | None]) -> _Forced:
+        prepared, forced = self._prepared, _Forced()
+        leaves: dict[int, Tensor] = {}
+        differentiated = not prepared.evaluation
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            with edited(module, self._edits(forced.ends, leaves, differentiated)):
+                returned = (prepared.call or nn.Module.__call__)(module, *args, **kwargs)
+            return named_outputs(returned) | {str(number): x for number, x in forced.ends.items()}
+
+        def gradients(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            # ``run`` calls what a dict holds under a key ``output[key]`` if there is more than one.
+            keys = {name: name[7:-1] if len(outputs) > 1 else name for name in outputs}
+            return {name: self._given_gradient(keys[name], x) for name, x in outputs.items()}
+
+        with model as phase:
+            ran = run(
+                prepared.reference,
+                call,
+                cast(prepared.inputs, dtype),
+                [f"input[{i}]" for i in range(len(prepared.input_names))],
+                gradients,
+                before_backward=phase.begin_backward if phase else lambda: None,
+                differentiated=differentiated,
+            )
+        forced.ends = {number: x.detach() for number, x in forced.ends.items()}
+        forced.gradients = {number: x.grad for number, x in leaves.items() if x.grad is not None}
+        forced.weight_gradients = dict(ran.weight_gradients)
+        prepared.reference.zero_grad(set_to_none=True)
+        return forced
+
+    def _given_gradient(self, name: str, x: Tensor) -> Tensor:
+        """Return the gradient with which the backward pass begins at an output or at the end of a stage."""
+        if name.isdigit():
+            gradient = self.gradient_of(self.found[int(name)]) if int(name) in self._cuts else None
+        else:
+            gradient = self._prepared.cotangents.get(name)
+        return torch.zeros_like(x) if gradient is None else gradient.to(x.dtype).reshape(x.shape)
+
+    def _may_cut(self, match: Match) -> bool:
+        """Return whether a candidate's value is one through which all gradients of the reference's go."""
+        if match.evidence in ("weights", "output"):
+            return True
+        is_whole = not isinstance(match.arrange, Layout) or match.arrange.is_whole
+        is_alike = self.graph.bits(match.watched.lineage) == self.graph.lineage(match.value)
+        return is_whole and is_alike and match.watched.is_result
+
+    def _edits(self, ends: dict[int, Tensor], leaves: dict[int, Tensor], differentiated: bool) -> list[Edit]:
+        """Return edits that keep what the matched calls return, and return the candidate's values instead."""
+        by_call: dict[Site, tuple[Call, list[Match]]] = {}
+        writes = any(map(is_in_place, self.graph.trace.calls))
+        for match in self.found.values():
+            call = self.graph.trace.producer(match.value)
+            if call is not None and match.value in call.outputs:
+                by_call.setdefault(call.site, (call, []))[1].append(match)
+        cuts = self._cuts if differentiated else set()
+
+        def exchange(match: Match, x: Tensor) -> Tensor:
+            ends[match.value.number] = x
+            begin = laid_out_as(match.begin.to(x), x.detach())
+            if match.value.number not in cuts:
+                return _Exchanged.apply(x, begin) if differentiated else begin
+            leaves[match.value.number] = begin.requires_grad_()
+            return begin.clone() if writes else begin  # no call may write to a leaf
+
+        return [Edit(site, (), _exchanging(*call_and_matches, exchange)) for site, call_and_matches in by_call.items()]
+
+
+def _exchanging(
+    call: Call, matches: Sequence[Match], exchange: Callable[[Match, Tensor], Tensor]
+) -> Callable[[Any], Any]:
+    """Return a function that exchanges the matched tensors among those that a call returns."""
+    at = {call.outputs.index(match.value): match for match in matches}
+
+    def exchanged(result: Any) -> Any:
+        others = {id(x): exchange(at[place], x) for place, x in enumerate(tensors_in(result)) if place in at}
+        return mapped(result, lambda x: others.get(id(x), x))
+
+    return exchanged
+
+
+class _Exchanged(torch.autograd.Function):
+    """A function that returns another tensor, and passes its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        return other
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _read_beside(graph: Graph, found: Mapping[int, Match]) -> set[int]:
+    """Return the numbers of matched values from which the candidate computes less than the reference does.
+
+    A port may compute a value twice, and read one for this and one for that. Each then gets a part of the gradient.
+    """
+    above: dict[int, int] = {}
+
+    def ancestors(one: Watched) -> int:
+        if id(one) not in above:
+            above[id(one)] = 0  # of a value that was written to, an ancestor may be itself
+            above[id(one)] = functools.reduce(
+                lambda bits, each: bits | ancestors(each) | 1 << each.order, one.parents, 0
+            )
+        return above[id(one)]
+
+    beside: set[int] = set()
+    for match in found.values():
+        _, read = graph.between(match.value, found.keys())
+        if match.watched.parents:
+            beside |= {one for one in read if not ancestors(match.watched) >> found[one].watched.order & 1}
+    return beside

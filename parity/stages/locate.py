@@ -1,0 +1,117 @@
+"""Find the stages in which a port departs from its reference: watch it once, match its values, judge every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parity.case import transfer
+from parity.case.weight_map import names
+from parity.judge.request import Request
+from parity.numerics.freedom import Port
+from parity.passes.all_passes import Tensors, run_candidate
+from parity.passes.nominal_clock import OutOfTime
+from parity.passes.prepare import Prepared
+from parity.stages.graph import Graph, find_rows_read, traced_graph
+from parity.stages.judge import Judged, judge_forward_and_backward
+from parity.stages.match import Match, Matcher
+from parity.stages.watch import Watch, Watched
+from parity.stages.weight_rows import WeightRows, weight_rows
+from parity.te.attention_backend import attention_backends
+from parity.te.devices import classify
+from parity.trace.calls import Misfit
+
+RATIO = 1.5
+"""A stage with a larger error than this many times the expected one is flagged."""
+
+GAIN = 10.0
+"""So is one whose error's share along the value is larger than this many standard deviations of rounding."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of one pass.
+
+    Attributes:
+        all: all that were judged, in the reference's order, forward ones first.
+        graph: the reference's calls.
+        found: the matches, by the number of the reference's value.
+        unmatched: the candidate's values that fit nothing.
+    """
+
+    all: tuple[Judged, ...]
+    graph: Graph
+    found: dict[int, Match]
+    unmatched: tuple[Watched, ...]
+
+    @property
+    def flagged(self) -> tuple[Judged, ...]:
+        """Those with a larger error than rounding explains."""
+        return tuple(one for one in self.all if is_flagged(one))
+
+
+def is_flagged(one: Judged) -> bool:
+    """Return whether a stage's error is larger than rounding explains."""
+    return one.is_missing or not one.ratio <= RATIO or not abs(one.gain) <= GAIN
+
+
+def judge_stages(request: Request, prepared: Prepared, port: Port = Port()) -> Stages:  # noqa: B008
+    """Run the candidate once, watched, and judge every stage of its pass.
+
+    Args:
+        request: the comparison.
+        prepared: what is compared, with the inputs to run on.
+        port: the roundings and choices that the port was seen to make.
+
+    Raises:
+        Misfit: if the reference cannot be computed stage by stage: it trains itself, or makes other calls each time.
+    """
+    prepared = replace(prepared, made=port.choices)
+    try:
+        return _watch_and_judge(request, prepared, port)
+    except Exception as error:  # the reference's code may raise anything on values that it does not expect
+        if isinstance(error, OutOfTime) or classify(error):
+            raise
+        raise Misfit("the reference cannot be computed stage by stage") from error
+
+
+def _watch_and_judge(request: Request, prepared: Prepared, port: Port) -> Stages:
+    watch = Watch({name: tuple(names(left)) for left, right in prepared.weights.items() for name in names(right)})
+    shapes: dict[str, tuple[int, ...]] = {}
+    with attention_backends(request.attention):
+        at = request.case, request.checked, prepared, request.precision, request.seed, request.kernels
+        candidate, _ = run_candidate(
+            *at, lambda module: shapes.update(transfer.parameter_shapes(module)), watching=watch.watching
+        )
+    graph = traced_graph(prepared)
+    rows = weight_rows(prepared.weights, shapes, transfer.parameter_shapes(prepared.reference))
+    outputs = {name: x for (kind, name), x in candidate.items() if kind == "output"}
+    found = _judge(request, prepared, port, graph, watch.seen, candidate, rows, outputs)
+    if found.flagged and not prepared.evaluation:
+        find_rows_read(prepared, graph)
+        if graph.read:
+            found = _judge(request, prepared, port, graph, watch.seen, candidate, rows, outputs)
+    return found
+
+
+def _judge(
+    request: Request,
+    prepared: Prepared,
+    port: Port,
+    graph: Graph,
+    seen: Sequence[Watched],
+    candidate: Tensors,
+    rows: Mapping[str, WeightRows],
+    outputs: Mapping[str, Tensor],
+) -> Stages:
+    # An FP32 GEMM may multiply in TF32, whose roundoff is FP16's.
+    stored = torch.float16 if prepared.dtype is torch.float32 else prepared.dtype
+    matcher = Matcher(graph, torch.finfo(stored).eps / 2.0, rows, prepared.weights)
+    with torch.no_grad():
+        matcher.match(seen, outputs)
+    rounding = request.precision.rounding
+    judged = judge_forward_and_backward(prepared, graph, matcher.found, candidate, rounding, port.freedoms)
+    return Stages(tuple(judged), graph, matcher.found, tuple(matcher.unmatched))

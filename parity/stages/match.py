@@ -1,0 +1,490 @@
+"""Match a candidate's values with those of its reference.
+
+The candidate is walked in the order of its calls. What is matched is put into the reference at once, so that later
+values are compared free of earlier errors. In order of evidence:
+
+1. *weights*: what a linear layer of the candidate returns is what the reference's layer with the mapped weight does;
+2. *agrees*: a value equals one of the reference's that is computed from the same parameters, up to its layout;
+3. *next*: a value that agrees with nothing is assumed to be one of those, if what follows then agrees;
+4. *output*: an output of the pair is the output of this name.
+
+A value that fits nothing stays unmatched, and its stage is longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from parity.case.weight_map import WeightMap, names
+from parity.stages.graph import MOVES, Graph, Values
+from parity.stages.layouts import Layout, layouts, sample_of
+from parity.stages.watch import SMALLEST, Watched
+from parity.stages.weight_rows import WeightRows
+from parity.trace.calls import Misfit
+from parity.trace.trace import LINEAR, Call, Value, added
+
+Evidence = Literal["weights", "agrees", "next", "output"]
+
+_ROUNDINGS = 3.0  # values agree if they differ by less than this many unit roundoffs of the stored dtype, relatively
+_AS_NEAR = 1.02  # values whose distances differ by a smaller factor are as near
+_NARROWED = 2.0**-7  # a cast to 16 bits changes a value by less than this share
+_UNRELATED = 1.2  # two unrelated values of the same norm differ by 1.4 times it
+_MOST_ASSUMED = 3  # arguments of one call, such as q, k and v
+_MOST_CHOICES = 6  # values that an argument may be
+_MOST_COMBINATIONS = 48
+_MULTIPLIES = LINEAR | {"embedding", "conv1d", "conv2d", "conv3d"}
+
+
+@dataclass(frozen=True)
+class Match:
+    """A value that both sides compute.
+
+    Attributes:
+        watched: the candidate's.
+        value: the reference's.
+        arrange: returns a tensor in the layout of ``watched``, such as its gradient, in the reference's layout.
+        evidence: why they are taken for the same.
+        end: the candidate's tensor in the reference's layout, in FP64, as it was computed.
+        begin: the same as later calls read it, such as after a cast.
+    """
+
+    watched: Watched
+    value: Value
+    arrange: Callable[[Tensor], Tensor]
+    evidence: Evidence
+    end: Tensor
+    begin: Tensor
+
+
+@dataclass(frozen=True)
+class _Hit:
+    """A reference's value that a candidate's may be, and how far they are apart, relative to the reference's norm."""
+
+    distance: float
+    value: Value
+    arrange: Callable[[Tensor], Tensor]
+    tensor: Tensor
+
+
+class Matcher:
+    """Matches the values of one pass.
+
+    Args:
+        graph: the reference's.
+        unit: the unit roundoff of the dtype in which the candidate stores values.
+        rows: see ``weight_rows``.
+        weights: the weight map.
+
+    Attributes:
+        found: the matches, by the reference's value's number.
+        unmatched: activations that fit nothing.
+    """
+
+    def __init__(self, graph: Graph, unit: float, rows: Mapping[str, WeightRows], weights: WeightMap) -> None:
+        self.found: dict[int, Match] = {}
+        self.unmatched: list[Watched] = []
+        self._graph = graph
+        self._values = Values(graph)
+        self._unit = unit
+        self._rows = rows
+        self._together = _held_together(graph, weights)
+        self._of: dict[Watched, list[Match]] = {}  # what a value, or one that it was moved from, was matched with
+        self._uses = _uses_of_weights(graph)
+        self._likely: dict[int, list[Value]] = {}  # by a candidate's lineage
+        self._norms: dict[int, tuple[Tensor, float]] = {}
+
+    def match(self, seen: Sequence[Watched], outputs: Mapping[str, Tensor]) -> None:
+        """Match the values of a pass.
+
+        Args:
+            seen: the candidate's values, in order.
+            outputs: the pair's outputs, by name, as the candidate returned them.
+        """
+        for one in seen:
+            if not one.is_activation or self._is_known(one) or not bool(torch.isfinite(one.tensor).all()):
+                continue
+            hits = self._by_weights(one)
+            if hits and max(hit.distance for hit in hits) > self._most and self._assume_arguments(one, hits):
+                hits = self._by_weights(one)
+            if hits:
+                for hit in hits:
+                    self._take(one, hit, "weights")
+                continue
+            nearest = self._find_agreeing(one, self._values)
+            if nearest is None and self._assume_arguments(one, ()):
+                nearest = self._find_agreeing(one, self._values)
+            if nearest is not None:
+                self._take(one, nearest, "agrees")
+            else:
+                self.unmatched.append(one)
+        for name, x in outputs.items():
+            self._match_output(name, x, seen)
+
+    @property
+    def _most(self) -> float:
+        return _ROUNDINGS * self._unit
+
+    def _take(self, one: Watched, hit: _Hit, evidence: Evidence) -> None:
+        end = hit.tensor.double().clone()
+        rows = self._graph.read.get(hit.value.number)
+        if rows is not None:  # whatever is in a row that nothing reads may go on as the reference has it
+            now = self._compute(hit.value, self._values)
+            end = end if now is None else torch.where(rows, end, now)
+        match = Match(one, hit.value, hit.arrange, evidence, end, end)
+        self.found[hit.value.number] = match
+        self._of.setdefault(one, []).append(match)
+        self._values.give(hit.value, end)
+        self._norms.clear()
+
+    # Values that are known without a comparison.
+
+    def _is_known(self, one: Watched) -> bool:
+        """Return whether a value is one that was matched, moved or cast; what is cast is what later calls read."""
+        if not one.parents or one.weights:
+            return False
+        sources = [parent for parent in one.parents if parent.is_activation]
+        if not sources or any(source not in self._of for source in sources):
+            return False
+        if one.name in MOVES:
+            if len(sources) == 1 and sources[0].tensor.shape == one.tensor.shape:
+                self._narrow(one, sources[0])
+            self._of[one] = [match for source in sources for match in self._of[source]]
+            return True
+        same = [x for x in sources if _holds_the_same(one.tensor, x.tensor)]
+        if same:
+            self._of[one] = self._of[same[0]]
+        return bool(same)
+
+    def _narrow(self, one: Watched, source: Watched) -> None:
+        """Let later stages begin from a value as it was cast to 16 bits, if the port casts a matched one."""
+        if one.tensor.element_size() >= source.tensor.element_size():
+            return
+        for match in self._of[source]:
+            if match.watched is source and self.found.get(match.value.number) is match:
+                begin = match.arrange(one.tensor.double())
+                changed = replace(match, begin=begin)
+                self._of[source] = [changed if other is match else other for other in self._of[source]]
+                self.found[match.value.number] = changed
+                self._values.give(match.value, begin)
+
+    # What linear layers return.
+
+    def _by_weights(self, one: Watched, values: Values | None = None) -> list[_Hit]:
+        """Return what the reference's linear layers with the weights of the candidate's return."""
+        if not one.weights or not (one.is_of_te or one.name in _MULTIPLIES or one.name.startswith("module ")):
+            return []
+        hits: list[_Hit] = []
+        for name in one.weights:
+            held = self._rows.get(name)
+            width = one.tensor.shape[-1]
+            if held is None:
+                continue
+            for theirs, columns in held.columns.items():
+                call = next((use for use in self._uses.get(theirs, ()) if self._is_free(use, one)), None)
+                if call is None:
+                    continue
+                wanted = self._graph.trace.tensor(self._result_of(call, one)).shape
+                if call.name == "embedding":
+                    columns = torch.arange(width)
+                if (call.name != "embedding" and width != held.size) or len(columns) != wanted[-1]:
+                    continue
+                hit = self._best_arrangement(one, call, columns, values or self._values)
+                if hit is not None:
+                    hits.append(hit)
+        return hits
+
+    def _is_free(self, use: Call, one: Watched) -> bool:
+        """Return whether a use of a weight is still to be matched, and is made of what the candidate's is made of."""
+        value = self._result_of(use, one)
+        return value.number not in self.found and self._may_be(one, value, biases=True)
+
+    def _result_of(self, use: Call, one: Watched) -> Value:
+        """Return what a layer of the reference returns, after a bias that it adds later if the candidate's has it."""
+        value = use.outputs[0]
+        lineage = self._graph.bits(one.lineage)
+        for user in self._graph.trace.users(value):
+            terms = added(user)
+            other = next((term for term in terms or () if term != value), None)
+            if other is not None and other.number in self._graph.trace.parameters:
+                if self._graph.lineage(other) & lineage and not self._graph.lineage(other) & self._graph.lineage(value):
+                    return user.outputs[0]
+        return value
+
+    def _best_arrangement(self, one: Watched, call: Call, columns: Tensor, values: Values) -> _Hit | None:
+        value = self._result_of(call, one)
+        x, y = one.tensor, self._compute(value, values)
+        picked = (*x.shape[:-1], len(columns))
+        if y is None or math.prod(picked) != y.numel():
+            return None
+        bias = call.args[2] if call.name == "linear" and len(call.args) > 2 else call.kwargs.get("bias")
+        lacks_bias = isinstance(bias, Value) and not self._graph.lineage(bias) & self._graph.bits(one.lineage)
+        added = self._graph.trace.tensor(bias).double() if lacks_bias and isinstance(bias, Value) else 0.0
+        best: _Hit | None = None
+        for layout in layouts(picked, tuple(y.shape)):
+            if not layout.is_whole:
+                continue
+            arrange = _arranged_columns(columns, layout)
+            tensor = arrange(x).double() + added
+            distance = self._distance(tensor, y, value)
+            if best is None or distance < best.distance:
+                best = _Hit(distance, value, arrange, tensor)
+        return best
+
+    # Values that agree.
+
+    def _find_agreeing(self, one: Watched, values: Values, below: Sequence[Value] = ()) -> _Hit | None:
+        """Return the value that the candidate's equals up to rounding: the nearest, and the first of those as near."""
+        x = one.tensor.double()
+        hits = [
+            hit
+            for value in self._likely_values(one)
+            if not self._is_moved(value) and all(self._graph.is_above(other, value) for other in below)
+            for hit in self._compare(x, value, values)
+        ]
+        if not hits:
+            return None
+        nearest = min(hit.distance for hit in hits)
+        return min((hit for hit in hits if hit.distance <= _AS_NEAR * nearest), key=lambda hit: hit.value.number)
+
+    def _compute(self, value: Value, values: Values) -> Tensor | None:
+        """Return a value in FP64; None if it cannot be computed from what is matched."""
+        try:
+            return values.get(value).double()
+        except Misfit:
+            return None
+
+    def _compare(self, x: Tensor, value: Value, values: Values) -> Iterator[_Hit]:
+        """Yield the layouts in which a candidate's value, in FP64, is a value of the reference's up to rounding."""
+        found = layouts(tuple(x.shape), tuple(self._graph.trace.tensor(value).shape))
+        if not found:
+            return
+        y = self._compute(value, values)
+        if y is None:
+            return
+        norm = self._norm_of(y)
+        are_all_read = value.number not in self._graph.read
+        if are_all_read and x.numel() == y.numel() and abs(self._norm_of(x) - norm) > self._most * norm:
+            return  # moving elements keeps the norm
+        flat, theirs = x.flatten(), y.flatten()
+        for layout in found:
+            came, at = sample_of(layout)
+            if are_all_read and _relative_distance(flat[came], theirs[at]) > 1.5 * self._most:
+                continue
+            tensor = layout(x)
+            distance = self._distance(tensor, y, value)
+            if distance <= self._most:
+                yield _Hit(distance, value, layout, tensor)
+
+    def _distance(self, x: Tensor, y: Tensor, value: Value) -> float:
+        """Return how far a tensor is from a value, both in the reference's layout, in the rows that are read."""
+        rows = self._graph.read.get(value.number)
+        x = x.double()
+        return _relative_distance(x, y) if rows is None else _relative_distance(x * rows, y * rows)
+
+    def _is_moved(self, value: Value) -> bool:
+        """Return whether a value is matched, or only moved from matched ones."""
+        if value.number in self.found:
+            return True
+        call = self._graph.trace.producer(value)
+        if call is None or call.name not in MOVES:
+            return False
+        sources = [each for each in call.inputs if self._graph.is_activation(each)]
+        return bool(sources) and all(map(self._is_moved, sources))
+
+    def _norm_of(self, x: Tensor) -> float:
+        if id(x) not in self._norms:
+            self._norms[id(x)] = x, torch.linalg.vector_norm(x.double()).item()
+        return self._norms[id(x)][1]
+
+    def _likely_values(self, one: Watched) -> list[Value]:
+        """Return the reference's values that are made of what the candidate's is made of."""
+        lineage = self._graph.bits(one.lineage)
+        if lineage not in self._likely:
+            self._likely[lineage] = [
+                value
+                for other, some in self._graph.by_lineage.items()
+                if self._is_made_alike(lineage, other)
+                for value in some
+            ]
+        return self._likely[lineage]
+
+    def _may_be(self, one: Watched, value: Value, biases: bool = False) -> bool:
+        lineage, other = self._graph.bits(one.lineage), self._graph.lineage(value)
+        if self._is_made_alike(lineage, other):
+            return True
+        missing = self._graph.names(other & ~lineage) if biases else ()
+        return (
+            bool(missing)
+            and all(name.endswith("bias") for name in missing)
+            and self._is_made_alike(lineage | other, other)
+        )
+
+    def _is_made_alike(self, lineage: int, other: int) -> bool:
+        """Return whether a candidate's value of one lineage may be a reference's of another.
+
+        TE may hold several of the reference's parameters in one module: what one of them makes then seems to depend on
+        all of them.
+        """
+        if other & ~lineage:
+            return False
+        more = lineage & ~other
+        if not more:
+            return True
+        reach = 0
+        for name in self._graph.names(other):
+            reach |= self._together.get(name, 0)
+        return more & ~reach == 0
+
+    # Values that agree with nothing, but from which the next one follows.
+
+    def _assume_arguments(self, one: Watched, ends: Sequence[_Hit]) -> bool:
+        """Match unmatched arguments of a call if its result follows from them in the reference; return whether it does.
+
+        Args:
+            one: the result.
+            ends: what the result is known to be; empty to look for a value that it equals then.
+        """
+        asked = list(dict.fromkeys(self._unmatched_above(one)))
+        if not asked or len(asked) > _MOST_ASSUMED:
+            return False
+        choices = [self._choices(each) for each in asked]
+        best: tuple[float, tuple[_Hit, ...]] | None = None
+        for combination in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
+            assumed = [hit.value for hit in combination]
+            if len({value.number for value in assumed}) < len(assumed):
+                continue
+            values = self._values.assuming({hit.value: hit.tensor.double() for hit in combination})
+            if ends:
+                found = max(self._by_weights(one, values), key=lambda hit: hit.distance, default=None)
+                found = found if found is not None and found.distance <= self._most else None
+            else:
+                found = self._find_agreeing(one, values, assumed)
+            if found is None or not self._is_computed_from(found.value, assumed) or self._breaks(assumed, values):
+                continue
+            if best is None or found.distance < best[0]:
+                best = found.distance, combination
+        if best is None:
+            return False
+        for each, hit in zip(asked, best[1], strict=True):
+            self._take(each, hit, "next")
+            self.unmatched.remove(each)
+        return True
+
+    def _unmatched_above(self, one: Watched) -> Iterator[Watched]:
+        """Yield the unmatched activations that a call was given, or that these were moved from."""
+        for parent in one.parents:
+            if parent in self.unmatched:
+                yield parent
+
+    def _choices(self, one: Watched) -> list[_Hit]:
+        """Return what a value may be if it is wrong: the likely values, each in the layout that is nearest to it."""
+        found: list[_Hit] = []
+        for value in self._likely_values(one):
+            if value.number in self.found or self._graph.trace.tensor(value).numel() != one.tensor.numel():
+                continue
+            y = self._compute(value, self._values)
+            if y is None:
+                continue
+            near = [
+                _Hit(self._distance(layout(one.tensor), y, value), value, layout, layout(one.tensor).double())
+                for layout in layouts(tuple(one.tensor.shape), tuple(y.shape))
+            ]
+            if near:
+                nearest = min(near, key=lambda hit: hit.distance)
+                if nearest.distance <= _UNRELATED:
+                    found.append(nearest)
+        return sorted(found, key=lambda hit: hit.distance)[:_MOST_CHOICES]
+
+    def _is_computed_from(self, value: Value, assumed: Sequence[Value]) -> bool:
+        """Return whether the reference computes, and does not only move, a value from all of the assumed ones."""
+        given = self._values.given.keys() | {one.number for one in assumed}
+        calls, read = self._graph.between(value, given)
+        return {one.number for one in assumed} <= read and any(call.name not in MOVES for call in calls)
+
+    def _breaks(self, assumed: Sequence[Value], values: Values) -> bool:
+        """Return whether a value that agreed would no longer follow from the assumed ones."""
+        numbers = {one.number for one in assumed}
+        for match in self.found.values():
+            if match.evidence != "agrees" or not any(self._graph.is_above(one, match.value) for one in assumed):
+                continue
+            _, read = self._graph.between(match.value, values.given.keys())
+            if read & numbers:
+                now = self._compute(match.value, values.without(match.value))
+                if now is None or self._distance(now, match.end, match.value) > self._most:
+                    return True
+        return False
+
+    # Outputs.
+
+    def _match_output(self, name: str, x: Tensor, seen: Sequence[Watched]) -> None:
+        value = self._graph.outputs.get(name)
+        if value is None or x.numel() != self._graph.trace.tensor(value).numel() or value.number in self.found:
+            return
+        shape = self._graph.trace.tensor(value).shape
+        tensor = x.reshape(shape)
+        if not bool(torch.isfinite(tensor).all()):
+            return
+        now = self._compute(value, self._values)
+        calls, _ = self._graph.between(value, self.found.keys())
+        if now is not None and all(call.name in MOVES for call in calls) and torch.equal(now, tensor.double()):
+            return  # what it is moved from was matched
+        watched = next((one for one in reversed(seen) if _holds_the_same(one.tensor, x)), None)
+        if watched is None:
+            watched = Watched(len(seen), f"output {name}", x, frozenset(), True, (), (), True)
+        hit = _Hit(0.0, value, lambda gradient: gradient.reshape(shape), tensor)
+        self._take(watched, hit, "output")
+
+
+def _arranged_columns(columns: Tensor, layout: Layout) -> Callable[[Tensor], Tensor]:
+    def arrange(x: Tensor) -> Tensor:
+        return layout(x[..., columns.to(x.device)])
+
+    return arrange
+
+
+def _held_together(graph: Graph, weights: WeightMap) -> dict[str, int]:
+    """Return for each of the reference's parameters all that TE holds in the same module, as bits."""
+    of_module: dict[str, int] = {}
+    for left, right in weights.items():
+        for name in names(right):
+            path = name.rpartition(".")[0]
+            of_module[path] = of_module.get(path, 0) | graph.bits(list(names(left)))
+    together: dict[str, int] = {}
+    for left, right in weights.items():
+        for name in names(right):
+            for theirs in names(left):
+                together[theirs] = together.get(theirs, 0) | of_module[name.rpartition(".")[0]]
+    return together
+
+
+def _uses_of_weights(graph: Graph) -> dict[str, list[Call]]:
+    """Return the calls that multiply by each parameter, in order; the parameter may be transposed or cast first."""
+    found: dict[str, list[Call]] = {}
+    made: dict[int, str] = dict(graph.trace.parameters)
+    for call in graph.trace.calls:
+        of = next((made[value.number] for value in call.inputs if value.number in made), None)
+        if of is None:
+            continue
+        if call.name in _MULTIPLIES and call.outputs:
+            found.setdefault(of, []).append(call)
+        elif call.name in MOVES and len(call.inputs) == 1:
+            made.update((value.number, of) for value in call.outputs)
+    return found
+
+
+def _relative_distance(x: Tensor, y: Tensor) -> float:
+    """Return the norm of a difference, relative to that of ``y``."""
+    apart, norm = torch.linalg.vector_norm(x - y).item(), torch.linalg.vector_norm(y).item()
+    return apart / norm if norm > 0.0 else (0.0 if apart == 0.0 else math.inf)
+
+
+def _holds_the_same(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers in the same order, whatever their shapes."""
+    return x.numel() == y.numel() and x.numel() >= SMALLEST and torch.equal(x.flatten().double(), y.flatten().double())

@@ -1,0 +1,208 @@
+"""Watch the values that a candidate computes in one pass, what each is made of, and the gradients that reach them.
+
+There are three sources: PyTorch's functions outside of TE; every call of an autograd function, which shows what TE's
+modules compute without knowing them; and the results of submodules, since TE calls no autograd function where no
+gradients are needed. Work inside one call of TE is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from parity.trace.calls import canonical_name, changed_in_place, tensors_in
+from parity.trace.whose import is_of_te
+
+SMALLEST = 33
+"""Values of fewer elements are not compared: too many others equal them by chance."""
+
+_COMPOSED = {"TransformerLayer", "MultiheadAttention"}  # TE's modules whose parts are seen one by one
+
+
+@dataclass(eq=False)
+class Watched:
+    """A value that the candidate computed.
+
+    Attributes:
+        order: its place among all of them.
+        name: the function that returned it, ``te.`` and the class for TE's, or ``module`` and its path.
+        tensor: a copy, as it was when it was returned.
+        lineage: the reference's parameters that it was computed from, by the weight map.
+        from_input: whether it depends on a floating-point input.
+        parents: the watched values that its function was given.
+        weights: the candidate's parameters that its function was given.
+        is_result: whether a module, a function of TE or a linear layer returned it or was given it, so that everything
+            that reads it is known to the reference as well.
+        gradient: the gradient that reached it; None if none did.
+    """
+
+    order: int
+    name: str
+    tensor: Tensor
+    lineage: frozenset[str]
+    from_input: bool
+    parents: tuple[Watched, ...]
+    weights: tuple[str, ...]
+    is_result: bool = False
+    gradient: Tensor | None = None
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether it depends on a weight or an input, unlike tables and masks."""
+        return self.from_input or bool(self.lineage)
+
+    @property
+    def is_of_te(self) -> bool:
+        """Whether a function of TE returned it."""
+        return self.name.startswith("te.")
+
+
+class Watch(TorchFunctionMode):
+    """Watches the forward passes of one candidate; ``seen`` holds the values of the last one.
+
+    Args:
+        theirs: by each of the candidate's parameters, the reference's parameters that the weight map makes it of.
+    """
+
+    def __init__(self, theirs: Mapping[str, tuple[str, ...]]) -> None:
+        super().__init__()
+        self.seen: list[Watched] = []
+        self._theirs = theirs
+        self._names: dict[int, str] = {}
+        self._paths: dict[int, str] = {}
+        self._inside = 0  # how many calls of TE are running, one within the other
+        self._forget()
+
+    def _forget(self) -> None:
+        self.seen = []
+        self._known: dict[int, Watched] = {}
+        self._lineages: dict[int, tuple[frozenset[str], bool]] = {}
+        self._alive: list[Tensor] = []  # kept, so that no id is reused
+
+    @contextmanager
+    def watching(self, candidate: nn.Module) -> Iterator[None]:
+        """Watch one forward pass of the candidate, and afterwards the gradients that reach its values."""
+        self._forget()
+        self._names = {id(x): name for name, x in candidate.named_parameters()}
+        self._alive += [*candidate.parameters(), *candidate.buffers()]
+        for x in candidate.buffers():
+            self._lineages[id(x)] = frozenset(), False
+        self._paths = {id(module): path for path, module in candidate.named_modules()}
+        handles = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+        try:
+            with _calls_of_autograd_functions(self._call_function), self:
+                yield
+        finally:
+            self._inside = 0
+            for handle in handles:
+                handle.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._inside:
+            changed = changed_in_place(func, args, kwargs)
+            name = canonical_name(func)
+            self._note(name, (args, kwargs), result if changed is None else changed, name == "linear")
+        return result
+
+    def _call_function(self, kind: type, call: Callable[[], Any], arguments: Any) -> Any:
+        self._inside += 1
+        try:
+            result = call()
+        finally:
+            self._inside -= 1
+        if not self._inside:
+            name = f"te.{kind.__name__}" if is_of_te(kind) else kind.__name__
+            self._note(name, arguments, result, is_of_te(kind))
+        return result
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._is_opaque(module):
+            self._inside += 1
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if self._is_opaque(module):
+            self._inside -= 1
+        if id(module) in self._paths and not self._inside:
+            own = list(module.parameters(recurse=not any(True for _ in module.children())))
+            self._note(f"module {self._paths[id(module)]}", (args, own), result, True)
+
+    def _is_opaque(self, module: nn.Module) -> bool:
+        """Return whether a module's own calls are kernels': TE calls these in the open where no gradient is needed."""
+        return is_of_te(type(module)) and type(module).__name__ not in _COMPOSED and not torch.is_grad_enabled()
+
+    def _note(self, name: str, given: Any, returned: Any, is_result: bool) -> None:
+        with torch._C.DisableTorchFunction():
+            self._note_values(name, tensors_in(given), tensors_in(returned), is_result)
+
+    def _note_values(self, name: str, given: list[Tensor], returned: list[Tensor], is_result: bool) -> None:
+        marks = [self._lineage_of(x) for x in given]
+        lineage = frozenset[str]().union(*(of for of, _ in marks))
+        from_input = any(one for _, one in marks)
+        weights = tuple(self._names[id(x)] for x in given if id(x) in self._names)
+        parents = tuple(dict.fromkeys(self._known[id(x)] for x in given if id(x) in self._known))
+        for parent in parents if is_result else ():
+            parent.is_result = True
+        for x in returned:
+            if id(x) in self._names or x.device.type == "meta":
+                continue
+            self._alive.append(x)
+            if name.startswith("module ") and id(x) in self._known:
+                self._known[id(x)].is_result = True
+                continue
+            self._lineages[id(x)] = lineage, from_input
+            if x.is_floating_point() and x.layout is torch.strided and x.numel() >= SMALLEST:
+                one = Watched(
+                    len(self.seen), name, x.detach().clone(), lineage, from_input, parents, weights, is_result
+                )
+                self.seen.append(one)
+                self._known[id(x)] = one
+                if x.grad_fn is not None and torch.is_grad_enabled():
+                    _keep_gradient(one, x.grad_fn, x.output_nr)
+
+    def _lineage_of(self, x: Tensor) -> tuple[frozenset[str], bool]:
+        """Return the reference's parameters that a tensor depends on, and whether it depends on an input."""
+        if id(x) in self._names:
+            name = self._names[id(x)]
+            return frozenset(self._theirs.get(name, ())), False
+        if id(x) not in self._lineages:  # first seen as an argument: the pass was given it
+            self._alive.append(x)
+            self._lineages[id(x)] = frozenset(), x.is_floating_point()
+        return self._lineages[id(x)]
+
+
+def _keep_gradient(one: Watched, node: Node, place: int) -> None:
+    """Keep the gradient that reaches a value; the tensor gets no hook, which would forbid writing to some results."""
+
+    def keep(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[place]
+        one.gradient = None if gradient is None else gradient.detach().clone()
+
+    node.register_prehook(keep)
+
+
+@contextmanager
+def _calls_of_autograd_functions(wrapped: Callable[[type, Callable[[], Any], Any], Any]) -> Iterator[None]:
+    """Pass every call of an autograd function through ``wrapped`` within the context."""
+    own = torch.autograd.Function.__dict__["apply"]
+
+    def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
+        return wrapped(kind, lambda: own.__func__(kind, *args, **kwargs), (args, kwargs))
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
