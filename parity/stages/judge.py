@@ -180,11 +180,11 @@ def _judge_backward(
         if mine is None:
             yield Judged(stage, 1.0, least, is_missing=True)
         else:
-            stored = (rounding.store_part(x.float()) for x in models)
+            stored = [rounding.store_part(x.float()) for x in models]
             # What a mask or a ReLU makes zero may have any gradient there: it goes no further.
             passed_on = exact.ends[number] != 0.0
-            mine, gradient, *models = (torch.where(passed_on, x.double(), 0.0) for x in (mine, gradient, *stored))
-            yield _measure(stage, mine, gradient, models, least)
+            mine, gradient, *stored = (torch.where(passed_on, x.double(), 0.0) for x in (mine, gradient, *stored))
+            yield _measure(stage, mine, gradient, stored, least)
     values = {graph.trace.parameters[call_input.number]: call_input for call_input in _parameters_read(graph)}
     for name, gradient in exact.weight_gradients.items():
         models = [one.weight_gradients[name] for one in modelled]

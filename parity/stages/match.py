@@ -211,10 +211,10 @@ class Matcher:
         lineage = self._graph.bits(one.lineage)
         for user in self._graph.trace.users(value):
             terms = added(user)
-            other = next((term for term in terms or () if term != value), None)
-            if other is not None and other.number in self._graph.trace.parameters:
-                if self._graph.lineage(other) & lineage and not self._graph.lineage(other) & self._graph.lineage(value):
-                    return user.outputs[0]
+            bias = next((term for term in terms or () if term.number in self._graph.trace.parameters), value)
+            of_bias = self._graph.lineage(bias)
+            if of_bias & lineage and not of_bias & self._graph.lineage(value):
+                return user.outputs[0]
         return value
 
     def _best_arrangement(self, one: Watched, call: Call, columns: Tensor, values: Values) -> _Hit | None:
