@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,6 +53,10 @@ class Stages:
         """Those with a larger error than rounding explains."""
         return tuple(one for one in self.all if is_flagged(one))
 
+    def count_flagged_values(self) -> int:
+        """Return how many stages of the forward pass are flagged."""
+        return sum(not one.stage.backward for one in self.flagged)
+
 
 def is_flagged(one: Judged) -> bool:
     """Return whether a stage's error is larger than rounding explains."""
@@ -88,14 +93,14 @@ def _watch_and_judge(request: Request, prepared: Prepared, freedoms: Sequence[Fr
     graph = traced_graph(prepared)
     rows = weight_rows(prepared.weights, shapes, transfer.parameter_shapes(prepared.reference))
     outputs = {name: x for (kind, name), x in candidate.items() if kind == "output"}
-    found = _judge(request, prepared, freedoms, graph, watch.seen, candidate, rows, outputs)
+    judge = partial(_judge, request, prepared, freedoms, graph, watch.seen, candidate, rows, outputs)
+    found = judge()
     if found.flagged and not prepared.evaluation:
         find_rows_read(prepared, graph)
-        again = (
-            _judge(request, prepared, freedoms, graph, watch.seen, candidate, rows, outputs) if graph.read else found
-        )
-        # A maximum has a gradient in few rows, and reads them all: then this explains nothing.
-        found = again if len(again.flagged) < len(found.flagged) else found
+        again = judge() if graph.read else found
+        if again.count_flagged_values() < found.count_flagged_values():
+            return again
+        graph.read.clear()  # a maximum has a gradient in few rows, and reads them all
     return found
 
 

@@ -1,0 +1,182 @@
+"""Stages: a port's values are matched with its reference's, and only what is wrong is flagged, at its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab.corpus.catalogue import RIGHT
+from lab.corpus.placed_ports import BY_FAMILY
+from lab.corpus.small import normal, twins
+from parity import stack, te
+from parity.case.case import Case
+from parity.case.validate import check_case
+from parity.comparison import observe_port
+from parity.judge.limits import packaged
+from parity.judge.request import Request
+from parity.mistakes.catalogue import hypotheses
+from parity.passes.prepare import prepare
+from parity.stages.layouts import layouts
+from parity.stages.locate import Stages, judge_stages
+from parity.stages.suspects import Suspicion
+from parity.stages.weight_rows import weight_rows
+from parity.te import PRECISIONS
+from parity.trace.calls import Misfit
+
+KERNELS = te.kernels("cpu")
+PLACED = {f"{one.port.host}: {one.port.name}": one for rows in BY_FAMILY.values() for one in rows}
+
+
+def stages_of(case: Case, precision: str = "bf16") -> Stages:
+    """Judge the stages of a case's smallest size as the search for a cause does."""
+    checked, *_ = check_case(case, KERNELS.te)
+    prepared = prepare(case, checked, PRECISIONS[precision].dtype, 0, KERNELS)
+    request = Request(case, checked, PRECISIONS[precision], 0, KERNELS, packaged())
+    port = observe_port(request, prepared)
+    return judge_stages(request, replace(prepared, made=port.choices), port.freedoms)
+
+
+# Right ports.
+
+
+@pytest.mark.parametrize(
+    ("host", "precision"),
+    [
+        ("models.llama", "bf16"),
+        ("models.gemma", "fp8_current"),
+        ("models.gpt", "fp32"),
+        ("llama_layer", "fp8_delayed"),
+        ("interleaved_qkv_attention", "fp16"),
+        ("stacked_qkv_attention", "bf16"),
+        ("conv1d_rows", "bf16"),
+        ("parallel_layers_that_add_in_place", "bf16"),
+        ("encoder_with_padding_zeroed", "bf16"),
+        ("whole_rows_in_one", "fp32"),
+        ("fused_router", "bf16"),
+        ("distances", "bf16"),
+        ("cached_attention", "bf16"),
+    ],
+)
+def test_no_stage_of_a_right_port_is_flagged(host: str, precision: str):
+    stages = stages_of(RIGHT[host], precision)
+    assert stages.all
+    assert [(one.stage.end, one.ratio, one.gain) for one in stages.flagged] == []
+
+
+def test_every_linear_layer_of_a_model_ends_a_stage_matched_by_its_weight():
+    stages = stages_of(RIGHT["models.llama"])
+    linear = {call.site for call in stages.graph.trace.calls if call.name == "linear"}
+    by_weights = {one.stage.end for one in stages.all if one.stage.evidence == "weights" and not one.stage.backward}
+    assert linear <= by_weights
+
+
+# Wrong ports: flagged where they are wrong.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "placed_llama: window of one layer",
+        "placed_gemma: scores of one layer not capped",
+        "placed_cohere: one MLP in sequence",
+        "placed_olmo: norms of queries and keys exchanged in one layer",
+    ],
+)
+def test_a_mistake_in_one_layer_is_flagged_there(name: str):
+    placed = PLACED[name]
+    flagged = [one for one in stages_of(placed.port.case).flagged if not one.stage.backward]
+    assert flagged
+    assert all(any(placed.is_at(call.site) for call in one.stage.calls) for one in flagged)
+
+
+class HalfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+class Branches(nn.Module):
+    """Two layers, each beside a skip; ``halved`` passes half of the second branch's gradient on."""
+
+    def __init__(self, linear: Any, halved: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.halved = linear(64, 64), linear(64, 64), halved
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x).tanh()
+        return x + self.second(HalfGradient.apply(x) if self.halved else x).tanh()
+
+
+def test_a_gradient_that_is_wrong_is_flagged_in_one_backward_stage():
+    stages = stages_of(twins(Branches, normal((32, 64))).wrong("gradient-scale", halved=True).case)
+    (flagged,) = stages.flagged
+    assert flagged.stage.backward
+    assert {call.site[0] for call in flagged.stage.calls} <= {"", "second"}
+
+
+def test_a_detached_value_is_a_stage_whose_gradient_is_missing():
+    detached = PLACED["placed_neox: input of one MLP detached"]
+    flagged = stages_of(detached.port.case).flagged
+    assert flagged
+    assert all(one.stage.backward for one in flagged)
+
+
+# What cannot be judged.
+
+
+def test_a_reference_that_trains_itself_is_a_misfit():
+    with pytest.raises(Misfit, match="stage by stage"):
+        stages_of(RIGHT["trained_linear"])
+
+
+# Suspects.
+
+
+def test_a_suspect_explains_the_flagged_stages_and_no_mistake_at_another_place_does():
+    wrong = PLACED["placed_llama: gate and up of one layer"].port.case
+    checked, *_ = check_case(wrong, KERNELS.te)
+    prepared = prepare(wrong, checked, torch.bfloat16, 0, KERNELS)
+    request = Request(wrong, checked, PRECISIONS["bf16"], 0, KERNELS, packaged())
+    stages = judge_stages(request, prepared)
+    suspicion = Suspicion(prepared, stages, lambda: False)
+    known = list(hypotheses(prepared, stages.graph.trace, frozenset(), []))
+    found = suspicion.explanations([one for one in known if one.scope == "one"])
+    assert {one.mistake.title for one in found if one.explained == suspicion.flagged} >= {"gate-up-swapped"}
+    assert sum(map(suspicion.concerns, known)) < len(known) / 2
+
+
+# Layouts.
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "order"),
+    [
+        ((5, 2, 12), (2, 5, 12), lambda x: x.transpose(0, 1)),
+        ((2, 5, 12), (2, 3, 5, 4), lambda x: x.unflatten(-1, (3, 4)).transpose(1, 2)),
+        ((5, 2, 3, 4), (10, 12), lambda x: x.transpose(0, 1).flatten(2).flatten(0, 1)),
+        ((10, 12), (2, 3, 5, 4), lambda x: x.view(2, 5, 3, 4).transpose(1, 2)),
+        ((2, 5, 36), (2, 5, 12), lambda x: x[..., 12:24]),
+    ],
+)
+def test_a_layout_is_among_those_that_are_tried(given: Any, wanted: Any, order: Any):
+    x = torch.randn(given)
+    assert any(torch.equal(layout(x), order(x)) for layout in layouts(given, wanted))
+
+
+def test_shapes_that_hold_other_numbers_have_no_layout():
+    assert layouts((2, 5, 12), (2, 5, 7)) == ()
+
+
+def test_the_rows_of_a_stacked_weight_are_those_of_its_parts():
+    rows = weight_rows({stack("q", "k"): "qk"}, {"qk": (6, 4)}, {"q": (4, 4), "k": (2, 4)})
+    assert rows["qk"].size == 6
+    assert rows["qk"].columns["q"].tolist() == [0, 1, 2, 3]
+    assert rows["qk"].columns["k"].tolist() == [4, 5]
