@@ -425,11 +425,12 @@ def findings(
     unread = unread_inputs(failed, failure.candidate)
     most = part(lambda: _most_of_it(failure, screened.best))
     hidden = part(lambda: hidden_row_hints(failure)) if finite else []
-    if misread := part(lambda: _of_misread(failure, trace, screened.diverged)):
+    diverged = part(lambda: first_divergence(failure, trace)) if finite else []
+    if misread := part(lambda: _of_misread(failure, trace, diverged)):
         return tuple(misread)
     where = part(lambda: where_the_error_is(failure, screened.untried))
     places = [] if screened.located is None else part(partial(place_findings, screened.located))
-    return (*unread, *most, *hidden, *where, *places, *(one.finding for one in screened.diverged))
+    return (*unread, *most, *hidden, *where, *(places or (one.finding for one in diverged)))
 
 
 def _of_misread(failure: Failure, trace: Trace, diverged: Sequence[Divergence]) -> Iterator[Finding]:
@@ -479,8 +480,6 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     def find_place() -> tuple[Finding, ...]:
         """Find where the error begins, which takes a pass, before the causes that take many."""
         screened.located = next(iter(_part(lambda: locate(failure), failure)), None)
-        if screened.located is None or not screened.located.stages.flagged:
-            screened.diverged = _part(lambda: first_divergence(failure, trace), failure)
         return ()
 
     def by_stages() -> Iterator[Finding]:

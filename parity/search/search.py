@@ -30,7 +30,7 @@ from parity.mistakes.replay import tensors_with
 from parity.numerics.errors import TINY
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.prepare import calls_of
-from parity.search.divergence import Divergence, scaled_outputs
+from parity.search.divergence import scaled_outputs
 from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little, while_it_lasts
 from parity.search.in_full import Explanation, exceeds_norm_limit, hardly_less, row_by_row, verified
 from parity.search.located import Located
@@ -163,14 +163,12 @@ class Screened:
         best: the mistake that leaves the least of the error, if that is little.
         helping: titles and names of the mistakes that explained a part of the error, or that no budget was left for.
         untried: how many mistakes no budget was left for.
-        diverged: where the candidate begins to differ, if that was found.
         located: the stages of its pass, if these could be judged.
     """
 
     best: Ranked | None = None
     helping: set[tuple[str, str]] = field(default_factory=set)
     untried: int = 0
-    diverged: Sequence[Divergence] = ()
     located: Located | None = None
 
 

@@ -23,9 +23,10 @@ from parity.numerics.aten import Phase
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import Freedom
 from parity.numerics.golden import in_fp64
-from parity.passes.all_passes import Tensors, under_model
-from parity.passes.one_pass import named_outputs, run
+from parity.passes.all_passes import Tensors, tensors_of, under_model
+from parity.passes.one_pass import named_inputs, named_outputs, run
 from parity.passes.prepare import Prepared, cast
+from parity.result import Kind
 from parity.stages.graph import MOVES, Graph, laid_out_as
 from parity.stages.layouts import Layout
 from parity.stages.match import Evidence, Match
@@ -217,17 +218,32 @@ def _judge_backward(
             passed_on = exact.ends[number] != 0.0
             mine, gradient, *stored = (torch.where(passed_on, x.double(), 0.0) for x in (mine, gradient, *stored))
             yield _measure(stage, mine, gradient, stored, least)
-    values = {graph.trace.parameters[call_input.number]: call_input for call_input in _parameters_read(graph)}
-    for name, gradient in exact.weight_gradients.items():
-        models = [one.weight_gradients[name] for one in modelled]
-        mine = candidate.get(("weight gradient", name))
-        if mine is None or name not in values or not gradient.any():
+    leaves = _leaves(passes.prepared, graph)
+    for key, gradient in exact.leaf_gradients.items():
+        mine = candidate.get(key)
+        calls = readers(leaves[key]) if key in leaves else ()
+        if mine is None or not calls or not gradient.any():
             continue
-        calls = readers(values[name])
-        if calls:
-            stage = Stage(calls[0].site, calls, (), "weights", f"weight {name}", backward=True, parameter=name)
-            stored = [rounding.store_part(x.float()).double() for x in models]
-            yield _measure(stage, mine.double(), gradient.double(), stored, least)
+        kind, name = key
+        stage = Stage(calls[0].site, calls, (), "weights", f"{kind} {name}", backward=True, parameter=name)
+        stored = [rounding.store_part(one.leaf_gradients[key].float()).double() for one in modelled]
+        yield _measure(stage, mine.double(), gradient.double(), stored, least)
+
+
+def _leaves(prepared: Prepared, graph: Graph) -> dict[tuple[Kind, str], Value]:
+    """Return the values that are parameters and inputs, by their gradients' keys; inputs are told by their numbers."""
+    found: dict[tuple[Kind, str], Value] = {}
+    inputs = named_inputs(cast(prepared.inputs, torch.float64), prepared.input_names)
+    for call in graph.trace.calls:
+        for value in call.inputs:
+            name = graph.trace.parameter(value)
+            if name is not None:
+                found["weight gradient", name] = value
+            elif graph.trace.producer(value) is None and value.number not in graph.trace.buffers:
+                tensor = graph.trace.tensor(value)
+                same = (other for other, x in inputs.items() if x.shape == tensor.shape and torch.equal(x, tensor))
+                found.update((("input gradient", other), value) for other in same)
+    return found
 
 
 def _site_of(graph: Graph, value: Value) -> Site:
@@ -235,19 +251,12 @@ def _site_of(graph: Graph, value: Value) -> Site:
     return value.site if call is None else call.site
 
 
-def _parameters_read(graph: Graph) -> Iterator[Value]:
-    for call in graph.trace.calls:
-        yield from (value for value in call.inputs if value.number in graph.trace.parameters)
-
-
 def _stages_that_read(graph: Graph, found: Mapping[int, Match]) -> Callable[[Value], tuple[Call, ...]]:
     """Return a function that returns the calls of the stages that begin with a value or a parameter."""
     users: dict[int, dict[Site, Call]] = {}
     for match in found.values():
         calls, read = graph.between(match.value, found.keys())
-        given = read | {
-            value.number for call in calls for value in call.inputs if value.number in graph.trace.parameters
-        }
+        given = read | {value.number for call in calls for value in call.inputs if graph.trace.producer(value) is None}
         for number in given:
             users.setdefault(number, {}).update((call.site, call) for call in calls)
 
@@ -267,19 +276,19 @@ class _Forced:
     Attributes:
         ends: the values that stages end with, by number.
         gradients: the gradients at the values that stages begin with, by number.
-        weight_gradients: by the parameter's name.
+        leaf_gradients: the gradients of parameters and inputs, by kind and name.
     """
 
     ends: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    weight_gradients: dict[str, Tensor] = field(default_factory=dict)
+    leaf_gradients: Tensors = field(default_factory=dict)
 
 
 class _Passes:
     def __init__(self, prepared: Prepared, graph: Graph, found: Mapping[int, Match]) -> None:
         self.graph = graph
         self.found = found
-        self._prepared = prepared
+        self.prepared = prepared
         self._cuts = {number for number, match in found.items() if self._may_cut(match)} - _read_beside(graph, found)
 
     def gradient_of(self, match: Match) -> Tensor | None:
@@ -289,18 +298,18 @@ class _Passes:
             return match.arrange(gradient)
         names = (name for name, value in self.graph.outputs.items() if value == match.value)
         name = next(names, None) if match.evidence == "output" else None
-        return None if name is None else self._prepared.cotangents.get(name)
+        return None if name is None else self.prepared.cotangents.get(name)
 
     def in_fp64(self) -> _Forced:
-        self._prepared.reference.double()
+        self.prepared.reference.double()
         return self._run(torch.float64, in_fp64())
 
     def under(self, rounding: Rounding, freedom: Freedom) -> _Forced:
-        self._prepared.reference.float()
-        return self._run(torch.float32, under_model(self._prepared, rounding, freedom))
+        self.prepared.reference.float()
+        return self._run(torch.float32, under_model(self.prepared, rounding, freedom))
 
     def _run(self, dtype: torch.dtype, model: AbstractContextManager[Phase | None]) -> _Forced:
-        prepared, forced = self._prepared, _Forced()
+        prepared, forced = self.prepared, _Forced()
         leaves: dict[int, Tensor] = {}
         differentiated = not prepared.evaluation
 
@@ -319,14 +328,14 @@ class _Passes:
                 prepared.reference,
                 call,
                 cast(prepared.inputs, dtype),
-                [f"input[{i}]" for i in range(len(prepared.input_names))],
+                prepared.input_names,
                 gradients,
                 before_backward=phase.begin_backward if phase else lambda: None,
                 differentiated=differentiated,
             )
         forced.ends = {number: x.detach() for number, x in forced.ends.items()}
         forced.gradients = {number: x.grad for number, x in leaves.items() if x.grad is not None}
-        forced.weight_gradients = dict(ran.weight_gradients)
+        forced.leaf_gradients = {key: x for key, x in tensors_of(ran).items() if key[0] != "output"}
         prepared.reference.zero_grad(set_to_none=True)
         return forced
 
@@ -335,7 +344,7 @@ class _Passes:
         if name.isdigit():
             gradient = self.gradient_of(self.found[int(name)]) if int(name) in self._cuts else None
         else:
-            gradient = self._prepared.cotangents.get(name)
+            gradient = self.prepared.cotangents.get(name)
         return torch.zeros_like(x) if gradient is None else gradient.to(x.dtype).reshape(x.shape)
 
     def _may_cut(self, match: Match) -> bool:
