@@ -44,7 +44,7 @@ from parity.search.divergence import (
 from parity.search.failure import Budget, Failure, Tried, few_outputs, on_probes, outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
 from parity.search.in_full import Explanation, exceeds_norm_limit, is_far_off, verified
-from parity.search.located import explanations_of_stages, locate, place_findings, suspects
+from parity.search.located import explanations_of_stages, locate, place_findings
 from parity.search.misplaced import (
     exchange_findings,
     misread_hypotheses,
@@ -474,8 +474,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     tells = not outputs_tell_little(failure)
 
     def known() -> Iterator[Hypothesis]:
-        everything = _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
-        return suspects(screened.located, everything)
+        return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
 
     def find_place() -> tuple[Finding, ...]:
         """Find where the error begins, which takes a pass, before the causes that take many."""
@@ -485,7 +484,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     def by_stages() -> Iterator[Finding]:
         located = screened.located
         if located is not None and located.is_in_values:
-            yield from _told(explanations_of_stages(failure, located, list(known()), search), failure)
+            yield from _told(explanations_of_stages(failure, located, list(known())), failure)
 
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),
@@ -511,8 +510,9 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: whole_scale_findings(failure),
         lambda: log_prob_findings(failure, trace),
         lambda: _told(decoding_explanations(failure, trace, failure.budget(CHECKS_FOR_DECODING)), failure),
-        by_stages,
         lambda: _told(explanations(failure, known(), search, screened, first_order if tells else None), failure),
+        # A stage shows what the whole model hides, and has less noise.
+        by_stages,
         # A mistake that moves rows or columns, such as one of a weight map, says more than that they are moved.
         lambda: order_findings(failure),
         lambda: _of_other_operands(failure, trace, first_order) if tells else (),

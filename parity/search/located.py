@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,18 +11,19 @@ import torch
 from parity.mistakes.codes import repairable
 from parity.mistakes.hypothesis import Hypothesis, Scope
 from parity.result import Finding
-from parity.search.failure import Budget, Failure
+from parity.search.failure import Failure
 from parity.search.in_full import Explanation, verified
 from parity.shown import few_of
 from parity.stages.judge import Judged, Stage
 from parity.stages.locate import Stages, judge_stages
-from parity.stages.suspects import Suspect, Suspicion
+from parity.stages.suspects import Suspicion
 from parity.trace.calls import Misfit
 from parity.trace.trace import Call, Site
 
-_VERIFIED = 4  # suspects that are computed in full
+_VERIFIED = 8  # suspects that are computed in full
 # Mistakes with a meaning at several places come before those at one; changes of single calls are left to the search.
 _SCOPES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",))
+_AS_WELL = 1.02  # explanations whose misfits differ by a smaller factor fit equally well
 _NAMED = 3  # values at which a stage begins that a message names
 _ROWS = 0.25  # a dimension tells where the error is if at most this share of its indices has most of it
 _MOST_OF_IT = 0.9
@@ -63,40 +64,25 @@ def locate(failure: Failure) -> Iterator[Located]:
     yield Located(stages, Suspicion(prepared, stages, prepared.clock.is_over))
 
 
-def suspects(located: Located | None, known: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
-    """Yield the mistakes that may have made what is off; all of them if nothing is located."""
-    return (one for one in known if located is None or not located.is_in_values or located.suspicion.concerns(one))
+def explanations_of_stages(failure: Failure, located: Located, known: Sequence[Hypothesis]) -> list[Explanation]:
+    """Return the explanations by one mistake that makes every flagged stage; each is computed in full.
 
-
-def explanations_of_stages(
-    failure: Failure, located: Located, known: Sequence[Hypothesis], budget: Budget
-) -> list[Explanation]:
-    """Return the explanations by the mistakes that make every flagged stage; each is computed in full.
-
-    A mistake that makes some of the flagged stages is tried together with one that makes the others.
+    Args:
+        failure: a failure whose candidate's outputs are finite.
+        located: where it departs.
+        known: the mistakes to try, the likeliest first.
     """
     for scopes in _SCOPES:
-        found = located.suspicion.explanations([one for one in known if one.scope in scopes])
-        explained: list[Explanation] = []
-        for combination in list(_combine(found, located.suspicion.flagged))[:_VERIFIED]:
-            if budget.spent():
-                break
-            explanation = verified(failure, combination)
-            if explanation is not None and explanation.complete:
-                explained.append(explanation)
-        if explained:
-            return sorted(explained, key=lambda one: one.misfit)
+        of_scopes = [one for one in known if one.scope in scopes and located.suspicion.concerns(one)]
+        found = {one.mistake: one for one in located.suspicion.explanations(of_scopes)}
+        in_order = [*(one for one in of_scopes if one in found), *(one for one in found if one not in of_scopes)]
+        suspected = [one for one in in_order if found[one].explained == located.suspicion.flagged]
+        explained = [verified(failure, (one,)) for one in suspected[:_VERIFIED]]
+        complete = [one for one in explained if one is not None and one.complete]
+        if complete:
+            best = min(one.misfit for one in complete)
+            return sorted(complete, key=lambda one: max(one.misfit, _AS_WELL * best))
     return []
-
-
-def _combine(found: Sequence[Suspect], flagged: frozenset[Site]) -> Iterator[tuple[Hypothesis, ...]]:
-    """Yield the mistakes that explain every flagged stage, then pairs that do so together."""
-    yield from ((one.mistake,) for one in found if one.explained == flagged)
-    for one in found:
-        left = flagged - one.explained
-        other = next((other for other in found if left and other.explained == left), None)
-        if other is not None:
-            yield one.mistake, other.mistake
 
 
 # Words for a place.

@@ -322,7 +322,7 @@ class Matcher:
         lineage, other = self._graph.bits(one.lineage), self._graph.lineage(value)
         if self._is_made_alike(lineage, other):
             return True
-        missing = self._graph.names(other & ~lineage) if biases else ()
+        missing = self._graph.names(other & self._used & ~lineage) if biases else ()
         return (
             bool(missing)
             and all(name.endswith("bias") for name in missing)
@@ -335,6 +335,7 @@ class Matcher:
         TE may hold several of the reference's parameters in one module: what one of them makes then seems to depend on
         all of them.
         """
+        other &= self._used  # what the candidate never reads, as a bias that it lacks, tells nothing
         if other & ~lineage:
             return False
         more = lineage & ~other

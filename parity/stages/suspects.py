@@ -114,7 +114,8 @@ class Suspicion:
 
         What a layer returns is matched by its weight, so that other weights may show only in what follows.
         """
-        if mistake.around is not None or mistake.returned is not None:
+        only_detaches = bool(mistake.edits) and all(one.detached is not None for one in mistake.edits)
+        if only_detaches or mistake.around is not None or mistake.returned is not None:
             return True
         if any(region.flagged for region in self._touched(mistake)):
             return True
