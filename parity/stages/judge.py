@@ -155,8 +155,24 @@ def _measure(stage: Stage, mine: Tensor, exact: Tensor, models: Sequence[Tensor]
     error = torch.linalg.vector_norm(mine - exact).item() / size
     expected = max(least, *(torch.linalg.vector_norm(x - exact).item() / size for x in models))
     share, *shares = (((x - exact) * exact).sum().item() / size**2 for x in (mine, *models))
-    deviation = max(expected / math.sqrt(exact.numel()), max(shares) - min(shares))
+    deviation = max(expected / math.sqrt(_count_effective(exact)), max(shares) - min(shares))
     return Judged(stage, error, expected, (share - statistics.mean(shares)) / deviation)
+
+
+def _count_effective(x: Tensor) -> float:
+    """Return how many independent roundings carry the share of an error along a tensor.
+
+    Roundings are relative, so large numbers count for more. A matrix may also be the sum of few products of two
+    vectors, as a weight's gradient is: then the roundings of each vector's numbers are all that there are.
+    """
+    squares = x.square()
+    total = squares.sum().square()
+    count = (total / squares.square().sum()).item()
+    if x.dim() == 2:
+        narrow = x if x.shape[0] <= x.shape[1] else x.T
+        rank = (total / (narrow @ narrow.T).square().sum()).item()
+        count = min(count, rank * len(narrow))
+    return max(count, 1.0)
 
 
 # Backward stages.
@@ -252,11 +268,12 @@ class _Passes:
 
     def gradient_of(self, match: Match) -> Tensor | None:
         """Return the candidate's gradient at a match, in the reference's layout; None if it has none."""
-        if match.evidence == "output":
-            name = next(name for name, value in self.graph.outputs.items() if value == match.value)
-            return self._prepared.cotangents.get(name)
         gradient = match.watched.gradient
-        return None if gradient is None else match.arrange(gradient)
+        if gradient is not None:
+            return match.arrange(gradient)
+        names = (name for name, value in self.graph.outputs.items() if value == match.value)
+        name = next(names, None) if match.evidence == "output" else None
+        return None if name is None else self._prepared.cotangents.get(name)
 
     def in_fp64(self) -> _Forced:
         self._prepared.reference.double()

@@ -92,8 +92,9 @@ def _watch_and_judge(request: Request, prepared: Prepared, port: Port) -> Stages
     found = _judge(request, prepared, port, graph, watch.seen, candidate, rows, outputs)
     if found.flagged and not prepared.evaluation:
         find_rows_read(prepared, graph)
-        if graph.read:
-            found = _judge(request, prepared, port, graph, watch.seen, candidate, rows, outputs)
+        again = _judge(request, prepared, port, graph, watch.seen, candidate, rows, outputs) if graph.read else found
+        # A maximum has a gradient in few rows, and reads them all: then this explains nothing.
+        found = again if len(again.flagged) < len(found.flagged) else found
     return found
 
 
