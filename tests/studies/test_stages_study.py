@@ -137,8 +137,9 @@ def test_stages_are_counted_by_direction_and_flagged_ones_by_the_mistakes_place(
     assert 0 < one.touching < one.hypotheses
 
 
-def test_a_port_of_no_flagged_stage_is_judged_on_probing_inputs(judged_as):
-    judged_as(judged("inner", "silu"), probed=[judged("norm", "rms_norm", ratio=3.0)])
+def test_a_port_of_no_flagged_stage_is_judged_on_probing_inputs_by_values_alone(judged_as):
+    of_probes = [judged("norm", "rms_norm", ratio=3.0), judged("inner", "mul", ratio=3.0, backward=True)]
+    judged_as(judged("inner", "silu"), probed=of_probes)
     one = seen(Trial("constants", "models.norm_mlp: norm_mlp eps 5e-06 for 1e-05", "bf16", 0))
     assert one.forward == Direction(1, {"agrees": 1}, (1.0,), (0.0,))
     assert [(flagged.end, flagged.holds, flagged.probed) for flagged in one.flagged] == [
@@ -215,7 +216,10 @@ def test_the_report_counts_and_lists(tmp_path: Path):
             "passed", 0.5, "", 2.0, 1.0, forward, flagged=(flagged(False), flagged(False, backward=True))
         ),
         Trial("drawn", "model_002", "bf16", 0): Seen("passed", 0.5, "ValueError: no such value", 2.0),
-        Trial("cases", "linear", "bf16", 0): Seen("passed", 0.5, "", 2.0, 1.0, unprobed="ValueError: another"),
+        **{
+            Trial("cases", port, "bf16", 0): Seen("passed", 0.5, "", 2.0, 1.0, unprobed="ValueError: another")
+            for port in ("linear", "rmsnorm")
+        },
         Trial("drawn", "model_003", "bf16", 0): Seen("failed", 9.0, "", 2.0, 1.0, forward, flagged=(flagged(False),)),
         Trial("kinds", "a: located", "bf16", 0): Seen(
             "failed", 3.0, "", 1.0, 1.0, flagged=(flagged(True),), hypotheses=50, touching=2
@@ -242,6 +246,6 @@ def test_the_report_counts_and_lists(tmp_path: Path):
     }
     assert ["kinds", "`bf16`", "4", "1, 1", "1, 3", "150%"] in rows
     assert [row[-2:] for row in rows if row[1] == "model_003"] == [["9", "1"]]
-    assert [row[-2:] for row in rows if row[1] == "model_002"] == [["the pair's", "ValueError: no such value"]]
-    assert [row[-2:] for row in rows if row[1] == "linear"] == [["probing", "ValueError: another"]]
+    assert ["drawn", "`bf16`", "passed", "the pair's", "ValueError: no such value", "1: model_002"] in rows
+    assert ["cases", "`bf16`", "passed", "probing", "ValueError: another", "2: linear, rmsnorm"] in rows
     assert [row[-1] for row in rows if row[1] == "c: elsewhere"] == ["3 calls: mlp: silu mul; out: linear"]

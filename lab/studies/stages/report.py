@@ -48,8 +48,8 @@ def _sections(found: Found, settings: Settings) -> Iterator[str]:
             "*Ends* says how many stages have an end that was matched by a weight, by agreement, by what follows, or "
             "by its name. *Ratio* and *gain* are of the stages that compute something: the error over the expected "
             "error, and the error's share along golden in standard deviations of rounding, here its size. Flagged "
-            "stages are those on the pair's inputs or, if there are none, on probing inputs. Ports that fail as a "
-            "whole are not counted."
+            "stages are those on the pair's inputs or, if there are none, forward ones on probing inputs. Ports that "
+            "fail as a whole are not counted."
         )
         yield _tabulate_right_ports(right, settings)
         yield from _list_flagged_of_right_ports({one: seen for one, seen in right.items() if one not in failing})
@@ -244,16 +244,19 @@ def _tabulate_cost(found: Found, settings: Settings) -> str:
 
 
 def _list_unjudged(found: Found) -> Iterator[str]:
-    rows = [
-        [one.group, one.port, f"`{one.precision}`", str(one.seed), seen.status, inputs, reason[:_MAX_REASON]]
-        for one, seen in found.items()
-        for inputs, reason in (("the pair's", seen.reason), ("probing", seen.unprobed))
-        if reason
-    ]
-    if rows:
+    ports: dict[tuple[str, ...], dict[str, None]] = {}
+    for one, seen in found.items():
+        for inputs, reason in (("the pair's", seen.reason), ("probing", seen.unprobed)):
+            if reason:
+                key = one.group, f"`{one.precision}`", seen.status, inputs, reason[:_MAX_REASON]
+                ports.setdefault(key, {})[one.port] = None
+    if ports:
         yield "## Not judged"
         yield (
             "A verdict of *error* means that the port cannot be compared as a whole, for the reason told. Otherwise "
             "the reference cannot be computed stage by stage."
         )
-        yield reporting.texts(rows, ["group", "port", "precision", "seed", "verdict", "inputs", "reason"])
+        yield reporting.texts(
+            [[*key, f"{len(names)}: {', '.join(names)}"] for key, names in ports.items()],
+            ["group", "precision", "verdict", "inputs", "reason", "ports"],
+        )

@@ -236,7 +236,7 @@ class Seen:
         forward: the stages that end in values.
         backward: the stages that end in gradients.
         unmatched: how many values of the candidate fitted nothing.
-        flagged: the stages beyond the limits; if there are none, those on probing inputs.
+        flagged: the stages beyond the limits; if there are none, the forward ones on probing inputs.
         hypotheses: of a wrong port with flagged stages, how many mistakes the catalogue knows of.
         touching: how many of these edit a call of a flagged stage.
         unprobed: why the stages cannot be judged on probing inputs; empty if they can, or need not be.
@@ -328,13 +328,15 @@ def _look_at_stages(verdict: Seen, subject: Subject, request: Request, prepared:
         except Misfit as error:
             return dataclasses.replace(found, unprobed=_describe_misfit(error))
     places = subject.find_places(prepared.reference) if subject.find_places else ()
-    flagged = tuple(_describe_flagged(one, places, is_probed) for one in stages.flagged)
-    if not flagged or not places:
-        return dataclasses.replace(found, flagged=flagged)
-    sites = {call.site for one in stages.flagged for call in one.stage.calls}
+    # On probing inputs, the verdict compares outputs alone.
+    beyond = [one for one in stages.flagged if not (is_probed and one.stage.backward)]
+    found = dataclasses.replace(found, flagged=tuple(_describe_flagged(one, places, is_probed) for one in beyond))
+    if not beyond or not places:
+        return found
+    sites = {call.site for one in beyond for call in one.stage.calls}
     known = list(hypotheses(prepared, stages.graph.trace, broken=[]))
     touching = sum(any(edit.site in sites for edit in one.edits) for one in known)
-    return dataclasses.replace(found, flagged=flagged, hypotheses=len(known), touching=touching)
+    return dataclasses.replace(found, hypotheses=len(known), touching=touching)
 
 
 def _describe_misfit(error: Misfit) -> str:
