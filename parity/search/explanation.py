@@ -44,6 +44,7 @@ from parity.search.divergence import (
 from parity.search.failure import Budget, Failure, Tried, few_outputs, on_probes, outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
 from parity.search.in_full import Explanation, exceeds_norm_limit, is_far_off, verified
+from parity.search.located import explanations_of_stages, locate, place_findings, suspects
 from parity.search.misplaced import (
     exchange_findings,
     misread_hypotheses,
@@ -427,7 +428,8 @@ def findings(
     if misread := part(lambda: _of_misread(failure, trace, screened.diverged)):
         return tuple(misread)
     where = part(lambda: where_the_error_is(failure, screened.untried))
-    return (*unread, *most, *hidden, *where, *(one.finding for one in screened.diverged))
+    places = [] if screened.located is None else part(partial(place_findings, screened.located))
+    return (*unread, *most, *hidden, *where, *places, *(one.finding for one in screened.diverged))
 
 
 def _of_misread(failure: Failure, trace: Trace, diverged: Sequence[Divergence]) -> Iterator[Finding]:
@@ -471,12 +473,20 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     tells = not outputs_tell_little(failure)
 
     def known() -> Iterator[Hypothesis]:
-        return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
+        everything = _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
+        return suspects(screened.located, everything)
 
     def find_place() -> tuple[Finding, ...]:
         """Find where the error begins, which takes a pass, before the causes that take many."""
-        screened.diverged = _part(lambda: first_divergence(failure, trace), failure)
+        screened.located = next(iter(_part(lambda: locate(failure), failure)), None)
+        if screened.located is None or not screened.located.stages.flagged:
+            screened.diverged = _part(lambda: first_divergence(failure, trace), failure)
         return ()
+
+    def by_stages() -> Iterator[Finding]:
+        located = screened.located
+        if located is not None and located.is_in_values:
+            yield from _told(explanations_of_stages(failure, located, list(known()), search), failure)
 
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),
@@ -502,6 +512,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: whole_scale_findings(failure),
         lambda: log_prob_findings(failure, trace),
         lambda: _told(decoding_explanations(failure, trace, failure.budget(CHECKS_FOR_DECODING)), failure),
+        by_stages,
         lambda: _told(explanations(failure, known(), search, screened, first_order if tells else None), failure),
         # A mistake that moves rows or columns, such as one of a weight map, says more than that they are moved.
         lambda: order_findings(failure),

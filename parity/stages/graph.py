@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from parity.passes.one_pass import named_outputs, outputs_of
 from parity.passes.prepare import Prepared, cast
 from parity.stages.watch import SMALLEST
 from parity.trace.calls import Misfit, is_in_place, mapped, tensors_in, tracing
-from parity.trace.trace import JOINS, RESHAPES, Call, Site, Trace, Value
+from parity.trace.trace import JOINS, RESHAPES, Call, Edit, Site, Trace, Value, grouped
 
 MOVES = (
     RESHAPES
@@ -107,6 +107,17 @@ class Graph:
         """Return whether the second value is computed from the first."""
         return bool(self.above[second.number] >> first.number & 1)
 
+    def same_value(self, value: Value) -> Value:
+        """Return the value at the place that another trace of the same reference has it.
+
+        Raises:
+            Misfit: if there is none.
+        """
+        if value.site not in self.order:
+            raise Misfit(f"no call at {value.site}")
+        call = self.trace.calls[self.order[value.site]]
+        return (call.outputs if value.returned else call.inputs)[value.position]
+
     @cached_property
     def by_lineage(self) -> dict[int, list[Value]]:
         """The computed values that are activations, by their lineage."""
@@ -189,10 +200,17 @@ def _run_and_trace(prepared: Prepared, inputs: Any, with_graph: bool) -> Graph:
 
 
 class Values:
-    """Values of a graph in FP64, computed when they are asked for, with some of them given."""
+    """Values of a graph in FP64, computed when they are asked for, with some of them given, and calls edited.
 
-    def __init__(self, graph: Graph, given: Mapping[int, Tensor] | None = None) -> None:
+    Args:
+        graph: the reference's.
+        given: tensors to use, by the value's number.
+        edits: changes to what calls return; those that only detach a gradient change nothing here.
+    """
+
+    def __init__(self, graph: Graph, given: Mapping[int, Tensor] | None = None, edits: Sequence[Edit] = ()) -> None:
         self.given: dict[int, Tensor] = dict(given or {})
+        self._edits = grouped(edits, lambda one: one.site)
         self._graph = graph
         self._kept: dict[int, Tensor] = {}
 
@@ -225,6 +243,8 @@ class Values:
                 made: Any = args[0]
             else:
                 made = call.function(*args, **kwargs)
+            for edit in self._edits.get(call.site, ()):
+                made = edit.compute(made, *(self.get(self._graph.same_value(value)) for value in edit.needs))
         except Exception as error:  # a call may raise anything on values that its code does not expect
             raise Misfit(f"{call.described} cannot be computed again") from error
         results = tensors_in(made)

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,18 +44,22 @@ class Stage:
     Attributes:
         end: the call whose value the stage ends with or, for a backward stage, whose value's gradient it computes.
         calls: the reference's calls in it, in order.
+        begins: the calls whose values it begins with; empty if it begins with the inputs alone.
         evidence: why the end was matched.
         watched: the name of the candidate's function that returned the end.
         backward: whether gradients are computed.
         parameter: the parameter whose gradient a backward stage ends with; empty for a value's.
+        number: the number of the value that a forward stage ends with; -1 for a backward one.
     """
 
     end: Site
     calls: tuple[Call, ...]
+    begins: tuple[Site, ...]
     evidence: Evidence
     watched: str
     backward: bool = False
     parameter: str = ""
+    number: int = -1
 
     @property
     def computes(self) -> bool:
@@ -63,7 +67,7 @@ class Stage:
         return any(call.name not in MOVES for call in self.calls)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Judged:
     """A stage and its error.
 
@@ -73,6 +77,7 @@ class Judged:
         expected: the error that the precision costs there, by the rounding model.
         gain: the error's share along the value, in standard deviations of rounding.
         is_missing: whether the candidate has no gradient where the reference has one.
+        exact: what the reference computes, ``[...]`` in FP64; None for a gradient.
     """
 
     stage: Stage
@@ -80,6 +85,7 @@ class Judged:
     expected: float
     gain: float = 0.0
     is_missing: bool = False
+    exact: Tensor | None = field(default=None, repr=False)
 
     @property
     def ratio(self) -> float:
@@ -123,8 +129,18 @@ def judge_forward_and_backward(
 
 
 def _forward_stage(graph: Graph, found: Mapping[int, Match], match: Match) -> Stage:
-    calls, _ = graph.between(match.value, found.keys())
-    return Stage(calls[-1].site, tuple(calls), match.evidence, match.watched.name)
+    calls, read = graph.between(match.value, found.keys())
+    begins = tuple(
+        sorted((_site_of(graph, found[number].value) for number in read), key=lambda one: graph.order.get(one, -1))
+    )
+    return Stage(
+        _site_of(graph, match.value),
+        tuple(calls),
+        begins,
+        match.evidence,
+        match.watched.name,
+        number=match.value.number,
+    )
 
 
 def _compare(
@@ -136,7 +152,7 @@ def _compare(
     models = [x.double() if is_wide else rounding.store_part(x.float()).double() for x in modelled]
     rows = graph.read.get(match.value.number, torch.tensor(True))
     mine, exact, *models = (torch.where(rows, x.double(), 0.0) for x in (match.end, exact, *models))
-    return _measure(stage, mine, exact, models, least)
+    return replace(_measure(stage, mine, exact, models, least), exact=exact)
 
 
 def _least_of(rounding: Rounding) -> float:
@@ -191,7 +207,7 @@ def _judge_backward(
         calls = readers(match.value)
         if not calls:
             continue
-        stage = Stage(_site_of(graph, match.value), calls, match.evidence, match.watched.name, backward=True)
+        stage = Stage(_site_of(graph, match.value), calls, (), match.evidence, match.watched.name, backward=True)
         mine = passes.gradient_of(match)
         if mine is None:
             yield Judged(stage, 1.0, least, is_missing=True)
@@ -209,7 +225,7 @@ def _judge_backward(
             continue
         calls = readers(values[name])
         if calls:
-            stage = Stage(calls[0].site, calls, "weights", f"weight {name}", backward=True, parameter=name)
+            stage = Stage(calls[0].site, calls, (), "weights", f"weight {name}", backward=True, parameter=name)
             stored = [rounding.store_part(x.float()).double() for x in models]
             yield _measure(stage, mine.double(), gradient.double(), stored, least)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from parity.case import transfer
 from parity.case.weight_map import names
 from parity.judge.request import Request
-from parity.numerics.freedom import Port
+from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, run_candidate
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.prepare import Prepared
@@ -58,27 +58,26 @@ def is_flagged(one: Judged) -> bool:
     return one.is_missing or not one.ratio <= RATIO or not abs(one.gain) <= GAIN
 
 
-def judge_stages(request: Request, prepared: Prepared, port: Port = Port()) -> Stages:  # noqa: B008
+def judge_stages(request: Request, prepared: Prepared, freedoms: Sequence[Freedom] = (FUSED, UNFUSED)) -> Stages:
     """Run the candidate once, watched, and judge every stage of its pass.
 
     Args:
         request: the comparison.
-        prepared: what is compared, with the inputs to run on.
-        port: the roundings and choices that the port was seen to make.
+        prepared: what is compared, with the inputs to run on, and the choices that the port was seen to make.
+        freedoms: the kernels that the candidate is judged by, as in the verdict.
 
     Raises:
         Misfit: if the reference cannot be computed stage by stage: it trains itself, or makes other calls each time.
     """
-    prepared = replace(prepared, made=port.choices)
     try:
-        return _watch_and_judge(request, prepared, port)
+        return _watch_and_judge(request, prepared, freedoms)
     except Exception as error:  # the reference's code may raise anything on values that it does not expect
         if isinstance(error, OutOfTime) or classify(error):
             raise
         raise Misfit("the reference cannot be computed stage by stage") from error
 
 
-def _watch_and_judge(request: Request, prepared: Prepared, port: Port) -> Stages:
+def _watch_and_judge(request: Request, prepared: Prepared, freedoms: Sequence[Freedom]) -> Stages:
     watch = Watch({name: tuple(names(left)) for left, right in prepared.weights.items() for name in names(right)})
     shapes: dict[str, tuple[int, ...]] = {}
     with attention_backends(request.attention):
@@ -89,10 +88,12 @@ def _watch_and_judge(request: Request, prepared: Prepared, port: Port) -> Stages
     graph = traced_graph(prepared)
     rows = weight_rows(prepared.weights, shapes, transfer.parameter_shapes(prepared.reference))
     outputs = {name: x for (kind, name), x in candidate.items() if kind == "output"}
-    found = _judge(request, prepared, port, graph, watch.seen, candidate, rows, outputs)
+    found = _judge(request, prepared, freedoms, graph, watch.seen, candidate, rows, outputs)
     if found.flagged and not prepared.evaluation:
         find_rows_read(prepared, graph)
-        again = _judge(request, prepared, port, graph, watch.seen, candidate, rows, outputs) if graph.read else found
+        again = (
+            _judge(request, prepared, freedoms, graph, watch.seen, candidate, rows, outputs) if graph.read else found
+        )
         # A maximum has a gradient in few rows, and reads them all: then this explains nothing.
         found = again if len(again.flagged) < len(found.flagged) else found
     return found
@@ -101,7 +102,7 @@ def _watch_and_judge(request: Request, prepared: Prepared, port: Port) -> Stages
 def _judge(
     request: Request,
     prepared: Prepared,
-    port: Port,
+    freedoms: Sequence[Freedom],
     graph: Graph,
     seen: Sequence[Watched],
     candidate: Tensors,
@@ -114,5 +115,5 @@ def _judge(
     with torch.no_grad():
         matcher.match(seen, outputs)
     rounding = request.precision.rounding
-    judged = judge_forward_and_backward(prepared, graph, matcher.found, candidate, rounding, port.freedoms)
+    judged = judge_forward_and_backward(prepared, graph, matcher.found, candidate, rounding, freedoms)
     return Stages(tuple(judged), graph, matcher.found, tuple(matcher.unmatched))

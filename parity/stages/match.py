@@ -97,6 +97,7 @@ class Matcher:
         self._together = _held_together(graph, weights)
         self._of: dict[Watched, list[Match]] = {}  # what a value, or one that it was moved from, was matched with
         self._uses = _uses_of_weights(graph)
+        self._used = 0  # the parameters that any of the candidate's values is computed from
         self._likely: dict[int, list[Value]] = {}  # by a candidate's lineage
         self._norms: dict[int, tuple[Tensor, float]] = {}
 
@@ -107,6 +108,7 @@ class Matcher:
             seen: the candidate's values, in order.
             outputs: the pair's outputs, by name, as the candidate returned them.
         """
+        self._used = self._graph.bits(frozenset[str]().union(*(one.lineage for one in seen)))
         for one in seen:
             if not one.is_activation or self._is_known(one) or not bool(torch.isfinite(one.tensor).all()):
                 continue
@@ -224,7 +226,8 @@ class Matcher:
         if y is None or math.prod(picked) != y.numel():
             return None
         bias = call.args[2] if call.name == "linear" and len(call.args) > 2 else call.kwargs.get("bias")
-        lacks_bias = isinstance(bias, Value) and not self._graph.lineage(bias) & self._graph.bits(one.lineage)
+        added_later = isinstance(bias, Value) and not self._graph.lineage(bias) & self._graph.bits(one.lineage)
+        lacks_bias = added_later and isinstance(bias, Value) and bool(self._graph.lineage(bias) & self._used)
         added = self._graph.trace.tensor(bias).double() if lacks_bias and isinstance(bias, Value) else 0.0
         best: _Hit | None = None
         for layout in layouts(picked, tuple(y.shape)):
@@ -425,11 +428,14 @@ class Matcher:
 
     def _match_output(self, name: str, x: Tensor, seen: Sequence[Watched]) -> None:
         value = self._graph.outputs.get(name)
-        if value is None or x.numel() != self._graph.trace.tensor(value).numel() or value.number in self.found:
+        if value is None or x.numel() != self._graph.trace.tensor(value).numel():
             return
         shape = self._graph.trace.tensor(value).shape
         tensor = x.reshape(shape)
         if not bool(torch.isfinite(tensor).all()):
+            return
+        known = self.found.get(value.number)
+        if known is not None and self._distance(tensor, known.end, value) <= self._most:
             return
         now = self._compute(value, self._values)
         calls, _ = self._graph.between(value, self.found.keys())

@@ -1,0 +1,174 @@
+"""Ask the stages first: where does a failed candidate depart from its reference, and which known mistakes are there?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parity.mistakes.codes import repairable
+from parity.mistakes.hypothesis import Hypothesis
+from parity.result import Finding
+from parity.search.failure import Budget, Failure
+from parity.search.in_full import Explanation, verified
+from parity.shown import few_of
+from parity.stages.judge import Judged, Stage
+from parity.stages.locate import Stages, judge_stages
+from parity.stages.suspects import Suspicion
+from parity.trace.calls import Misfit
+from parity.trace.trace import Call, Site
+
+_VERIFIED = 4  # suspects that are computed in full
+_NAMED = 3  # values at which a stage begins that a message names
+_ROWS = 0.25  # a dimension tells where the error is if at most this share of its indices has most of it
+_MOST_OF_IT = 0.9
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where a candidate departs from its reference.
+
+    Attributes:
+        stages: the stages of its pass.
+        suspicion: tries mistakes in them.
+    """
+
+    stages: Stages
+    suspicion: Suspicion
+
+    @property
+    def is_in_values(self) -> bool:
+        """Whether a stage of the forward pass is off."""
+        return bool(self.suspicion.flagged)
+
+
+def locate(failure: Failure) -> Iterator[Located]:
+    """Yield where a candidate departs from its reference; nothing if its pass cannot be judged stage by stage.
+
+    A candidate that ran elsewhere, as a step of a training, is not run again. Probing inputs that scale the rows of
+    embedding tables are left out, since the scaling is not a part of the candidate.
+    """
+    prepared = failure.prepared
+    if failure.request.candidate_run is not None or prepared.scales_lookups:
+        return
+    prepared.clock.check()
+    try:
+        stages = judge_stages(failure.request, prepared, failure.freedoms)
+    except Misfit:
+        return
+    yield Located(stages, Suspicion(prepared, stages, prepared.clock.is_over))
+
+
+def suspects(located: Located | None, known: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
+    """Yield the mistakes that may have made what is off; all of them if nothing is located."""
+    return (one for one in known if located is None or not located.is_in_values or located.suspicion.concerns(one))
+
+
+def explanations_of_stages(
+    failure: Failure, located: Located, known: Sequence[Hypothesis], budget: Budget
+) -> list[Explanation]:
+    """Return the explanations by the mistakes that make every flagged stage; each is computed in full.
+
+    A mistake that makes some of the flagged stages is tried together with one that makes the others.
+    """
+    suspicion = located.suspicion
+    found = suspicion.explanations(known)
+    combinations: list[tuple[Hypothesis, ...]] = []
+    for one in found:
+        left = suspicion.flagged - one.explained
+        if not left:
+            combinations.append((one.mistake,))
+        other = next(
+            (other for other in found if left and left <= other.explained and not one.explained & other.explained), None
+        )
+        if other is not None:
+            combinations.append((one.mistake, other.mistake))
+    explained: list[Explanation] = []
+    for combination in combinations[:_VERIFIED]:
+        if budget.spent():
+            break
+        explanation = verified(failure, combination)
+        if explanation is not None and explanation.complete:
+            explained.append(explanation)
+    return explained
+
+
+# Words for a place.
+
+
+def place_findings(located: Located) -> Iterator[Finding]:
+    """Yield a finding on the first stage that is off: the first forward one, else the first of the backward pass."""
+    flagged = located.stages.flagged
+    if not flagged:
+        return
+    first = flagged[0]
+    stages = [one for one in located.stages.all if one.stage.backward == first.stage.backward]
+    right = sum(one not in flagged for one in stages)
+    what = "the gradient there" if first.stage.backward else "its result"
+    size = _describe_size(first)
+    others = len(flagged) - 1
+    more = f", and {others} later ones do not" if others else ""
+    advice = f"compare {_describe_module(first.stage)} alone, with the values that it begins with"
+    yield repairable(
+        "first-divergence",
+        f"the candidate departs from the reference {describe_stage(first.stage)}: computed again from the candidate's "
+        f"own values before it, {what} {size}{_describe_part(located, first)}. {right} of {len(stages)} stages of the "
+        f"{'backward' if first.stage.backward else 'forward'} pass agree{more}",
+        advice,
+    )
+
+
+def describe_stage(stage: Stage) -> str:
+    """Return the words for a stage: ``in layers.2, between 1st 'linear' of ... and 1st 'matmul' of ...``."""
+    if stage.parameter:
+        return f"in the gradient of {stage.parameter}"
+    where = _describe_module(stage)
+    if len(stage.calls) == 1:
+        return f"at the {stage.calls[0].described}"
+    if stage.backward:
+        return f"in {where}, in the gradient at the {_describe_site(stage.end)}"
+    begins = few_of([_describe_site(site) for site in stage.begins], _NAMED) or "the inputs"
+    return f"in {where}, between {begins} and the {_describe_site(stage.end)}"
+
+
+def _describe_module(stage: Stage) -> str:
+    """Return the path that the modules of a stage's calls have in common."""
+    paths = [call.site[0].split(".") for call in stage.calls] or [stage.end[0].split(".")]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common) or "the module"
+
+
+def _describe_site(site: Site) -> str:
+    return Call(site, site[2], None, (), {}, None).described
+
+
+def _describe_size(one: Judged) -> str:
+    if one.is_missing:
+        return "is missing"
+    if one.ratio > 1.0 or not math.isfinite(one.ratio):
+        return f"differs by {one.error:.2g} where {one.expected:.2g} is expected"
+    return f"leans by {abs(one.gain):.2g} standard deviations of rounding"
+
+
+def _describe_part(located: Located, one: Judged) -> str:
+    """Say in which indices of its dimensions a value is off, if these are few."""
+    if one.stage.backward or one.exact is None:
+        return ""
+    apart = (located.stages.found[one.stage.number].end - one.exact).square()
+    whole = apart.sum()
+    told = []
+    for dim in range(apart.dim()):
+        rest = [other for other in range(apart.dim()) if other != dim]
+        share = (apart.sum(rest) if rest else apart) / whole
+        order = share.argsort(descending=True)
+        count = int((share[order].cumsum(0) < _MOST_OF_IT).sum()) + 1
+        if len(share) > 1 and count <= max(1, int(_ROWS * len(share))):
+            indices = torch.sort(order[:count]).values.tolist()
+            told.append(f"{few_of([str(i) for i in indices], 6)} of the {len(share)} in dimension {dim}")
+    return f", nearly all of it at index {' and '.join(told)}" if told else ""
