@@ -22,7 +22,7 @@ from lab.studies.stages.study import GROUPS, QUICK, Direction, Flagged, Seen, Se
 from parity.case.case import Case
 from parity.case.validate import check_case
 from parity.judge.request import Request
-from parity.numerics.freedom import Port
+from parity.numerics.freedom import Freedom
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, calls_of, prepare
 from parity.stages.graph import traced_graph
@@ -95,7 +95,8 @@ def call_of(module: str, name: str) -> Call:
 
 def judged(module: str, *names: str, ratio: float = 1.0, gain: float = 0.0, backward: bool = False) -> Judged:
     calls = tuple(call_of(module, name) for name in names)
-    return Judged(Stage(calls[-1].site, calls, "agrees", "te.Linear", backward), ratio, 1.0, gain)
+    stage = Stage(calls[-1].site, calls, (), evidence="agrees", watched="te.Linear", backward=backward)
+    return Judged(stage, ratio, 1.0, gain)
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def judged_as(monkeypatch: pytest.MonkeyPatch):
     """Return a function that sets the stages of every port, on its inputs and on probing ones."""
 
     def of(*stages: Judged, probed: Sequence[Judged] = ()) -> None:
-        def judge_stages(request: Request, prepared: Prepared, port: Port) -> Stages:
+        def judge_stages(request: Request, prepared: Prepared, freedoms: Sequence[Freedom]) -> Stages:
             is_probed = set(prepared.golden.outputs.values()) == set(prepared.probed.values())
             return Stages(tuple(probed if is_probed else stages), traced_graph(prepared), {}, ())
 
@@ -148,7 +149,7 @@ def test_a_port_of_no_flagged_stage_is_judged_on_probing_inputs_by_values_alone(
 
 
 def test_why_stages_cannot_be_judged_is_kept_with_the_verdict(judged_as, monkeypatch):
-    def unfit(request, prepared, port):
+    def unfit(request, prepared, freedoms):
         raise Misfit("the reference cannot be computed stage by stage") from ValueError("no such value")
 
     monkeypatch.setattr(study, "judge_stages", unfit)
@@ -176,6 +177,8 @@ def test_right_ports_of_each_source_are_listed_and_wrong_ones_of_each_table():
     }
     small = subjects("small")
     assert all(one.find_places is None for one in small.values())
+    assert all(one.find_places is not None for one in subjects("placed").values())
+    assert {name.partition(":")[0] for name in subjects("placed")} == set(subjects("placed_hosts"))
     assert {port.host for ports in SMALL.values() for port in ports} == {name.partition(":")[0] for name in small}
     assert small["decaying_sgd: right"].case.precisions == ("fp32",)
     assert all(len(one.case.sizes) == 1 for one in subjects("packaged").values())
@@ -216,10 +219,7 @@ def test_the_report_counts_and_lists(tmp_path: Path):
             "passed", 0.5, "", 2.0, 1.0, forward, flagged=(flagged(False), flagged(False, backward=True))
         ),
         Trial("drawn", "model_002", "bf16", 0): Seen("passed", 0.5, "ValueError: no such value", 2.0),
-        **{
-            Trial("cases", port, "bf16", 0): Seen("passed", 0.5, "", 2.0, 1.0, unprobed="ValueError: another")
-            for port in ("linear", "rmsnorm")
-        },
+        Trial("drawn", "model_004", "bf16", 0): Seen("passed", 0.5, "ValueError: no such value", 2.0),
         Trial("drawn", "model_003", "bf16", 0): Seen("failed", 9.0, "", 2.0, 1.0, forward, flagged=(flagged(False),)),
         Trial("kinds", "a: located", "bf16", 0): Seen(
             "failed", 3.0, "", 1.0, 1.0, flagged=(flagged(True),), hypotheses=50, touching=2
@@ -232,10 +232,10 @@ def test_the_report_counts_and_lists(tmp_path: Path):
     }
     text = write(found, Settings(precisions=("bf16",)), tmp_path).read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    assert ["drawn", "`bf16`", "forward", "2 of 4", "8", "2, 4, 0, 2", "6 (3 to 3)", "1, 12, 12", "30, 30", "2",
+    assert ["drawn", "`bf16`", "forward", "2 of 5", "8", "2, 4, 0, 2", "6 (3 to 3)", "1, 12, 12", "30, 30", "2",
             "1 in 1"] in rows  # fmt: skip
-    assert [row[-1] for row in rows if row[2:3] == ["backward"]] == ["1 in 1", "0 in 0"]
-    assert ["kinds", "`bf16`", "4 of 4", "2", "2 (1 in one stage)", "0", "1", "1", "1 of 2", "6%"] in rows
+    assert [row[-1] for row in rows if row[2:3] == ["backward"]] == ["1 in 1"]
+    assert ["kinds", "`bf16`", "4 of 4", "2", "2 (1 in one stage)", "0", "1", "1", "2", "1 of 2", "6%"] in rows
     assert [row[5:7] for row in rows if row[1] == "model_001"] == [
         ["1st silu of mlp", "12"],
         ["1st silu of mlp", "12"],
@@ -246,6 +246,5 @@ def test_the_report_counts_and_lists(tmp_path: Path):
     }
     assert ["kinds", "`bf16`", "4", "1, 1", "1, 3", "150%"] in rows
     assert [row[-2:] for row in rows if row[1] == "model_003"] == [["9", "1"]]
-    assert ["drawn", "`bf16`", "passed", "the pair's", "ValueError: no such value", "1: model_002"] in rows
-    assert ["cases", "`bf16`", "passed", "probing", "ValueError: another", "2: linear, rmsnorm"] in rows
+    assert ["drawn", "`bf16`", "passed", "ValueError: no such value", "2: model_002, model_004"] in rows
     assert [row[-1] for row in rows if row[1] == "c: elsewhere"] == ["3 calls: mlp: silu mul; out: linear"]

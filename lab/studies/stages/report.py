@@ -68,7 +68,8 @@ def _sections(found: Found, settings: Settings) -> Iterator[str]:
         yield "## Wrong ports"
         yield (
             "*Exactly*: each flagged stage holds a call that the mistake is about. *Partly*: some do. *Beside*: none "
-            "does. *Not*: no stage is flagged, neither on the pair's inputs nor on probing ones. *Hypotheses left*: "
+            "does. *Not*: no stage is flagged, neither on the pair's inputs nor on probing ones. *First*: the first "
+            "flagged stage holds such a call; forward ones come before backward ones. *Hypotheses left*: "
             "the share of known mistakes that edit a call of a flagged stage, the median of the ports whose mistake is "
             "located exactly."
         )
@@ -196,11 +197,21 @@ def _tabulate_wrong_ports(wrong: Found, settings: Settings) -> str:
                 str(sum(seen.status == "failed" for seen in some.values())),
                 f"{counts['exactly']} ({sum(len(seen.flagged) == 1 for seen in exact)} in one stage)",
                 *(str(counts[location]) for location in LOCATIONS[1:]),
+                str(sum(seen.flagged[0].holds for seen in judged.values() if seen.flagged)),
                 f"{sum(located[one] == 'exactly' for one in passed)} of {len(passed)}",
                 f"{statistics.median(shares):.0%}" if shares else "–",
             ]
         )
-    headers = ["table", "precision", "judged", "fail", *LOCATIONS, "pass, but located exactly", "hypotheses left"]
+    headers = [
+        "table",
+        "precision",
+        "judged",
+        "fail",
+        *LOCATIONS,
+        "first",
+        "pass, but located exactly",
+        "hypotheses left",
+    ]
     return reporting.texts(rows, headers)
 
 
@@ -246,10 +257,9 @@ def _tabulate_cost(found: Found, settings: Settings) -> str:
 def _list_unjudged(found: Found) -> Iterator[str]:
     ports: dict[tuple[str, ...], dict[str, None]] = {}
     for one, seen in found.items():
-        for inputs, reason in (("the pair's", seen.reason), ("probing", seen.unprobed)):
-            if reason:
-                key = one.group, f"`{one.precision}`", seen.status, inputs, reason[:_MAX_REASON]
-                ports.setdefault(key, {})[one.port] = None
+        if seen.reason:
+            key = one.group, f"`{one.precision}`", seen.status, seen.reason[:_MAX_REASON]
+            ports.setdefault(key, {})[one.port] = None
     if ports:
         yield "## Not judged"
         yield (
@@ -258,5 +268,5 @@ def _list_unjudged(found: Found) -> Iterator[str]:
         )
         yield reporting.texts(
             [[*key, f"{len(names)}: {', '.join(names)}"] for key, names in ports.items()],
-            ["group", "precision", "verdict", "inputs", "reason", "ports"],
+            ["group", "precision", "verdict", "reason", "ports"],
         )

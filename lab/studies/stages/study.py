@@ -20,6 +20,8 @@ from pathlib import Path
 from torch import nn
 
 from lab.corpus.catalogue import MODELS, RIGHT, SMALL
+from lab.corpus.placed import Placed
+from lab.corpus.placed_ports import BY_FAMILY
 from lab.corpus.port import Port, at_size
 from lab.studies.settings import check_names, gpu_with, why_nowhere
 from lab.studies.stages.places import Place, is_held, places_of
@@ -88,6 +90,15 @@ def _list_wrong_ports(table: str) -> Iterable[tuple[str, Subject]]:
         yield _name_port(port), Subject(port.case, partial(places_of, port.change))
 
 
+def _list_placed_ports() -> Iterable[tuple[str, Subject]]:
+    for row in (row for rows in BY_FAMILY.values() for row in rows):
+        yield _name_port(row.port), Subject(row.port.case, partial(_find_place, row))
+
+
+def _find_place(row: Placed, reference: nn.Module) -> tuple[Place, ...]:
+    return (Place(row.module, row.calls, row.backward),)
+
+
 def _name_port(port: Port) -> str:
     return f"{port.host}: {port.name}"
 
@@ -99,14 +110,16 @@ RIGHT_GROUPS: Mapping[str, Callable[[], Iterable[tuple[str, Subject]]]] = {
     ),
     "models": lambda: ((name, Subject(case)) for name, case in RIGHT.items() if name.startswith("models.")),
     "small": _list_small_ports,
+    "placed_hosts": lambda: ((row.port.host, Subject(row.port.right)) for rows in BY_FAMILY.values() for row in rows),
     "hugging_face": lambda: _list_files("examples/hugging_face/*.py"),
     "cases": lambda: _list_files("cases/[!_]*.py"),
 }
 """Right ports, by where they come from."""
 WRONG_GROUPS: Mapping[str, Callable[[], Iterable[tuple[str, Subject]]]] = {
-    table: partial(_list_wrong_ports, table) for table in MODELS
+    **{table: partial(_list_wrong_ports, table) for table in MODELS},
+    "placed": _list_placed_ports,
 }
-"""Wrong ports whose places are known, by table."""
+"""Wrong ports whose places are known, by table; no rule of stages was made for those of ``placed``."""
 GROUPS = {**RIGHT_GROUPS, **WRONG_GROUPS}
 
 
@@ -239,7 +252,6 @@ class Seen:
         flagged: the stages beyond the limits; if there are none, the forward ones on probing inputs.
         hypotheses: of a wrong port with flagged stages, how many mistakes the catalogue knows of.
         touching: how many of these edit a call of a flagged stage.
-        unprobed: why the stages cannot be judged on probing inputs; empty if they can, or need not be.
     """
 
     status: str
@@ -253,7 +265,6 @@ class Seen:
     flagged: tuple[Flagged, ...] = ()
     hypotheses: int = 0
     touching: int = 0
-    unprobed: str = ""
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Trial, Seen], Settings]:
@@ -306,13 +317,14 @@ def seen(trial: Trial) -> Seen:
             try:
                 return _look_at_stages(verdict, subject, request, prepared)
             except Misfit as error:
-                return dataclasses.replace(verdict, reason=_describe_misfit(error))
+                return dataclasses.replace(verdict, reason=shown.raised(error.__cause__ or error))
 
 
 def _look_at_stages(verdict: Seen, subject: Subject, request: Request, prepared: Prepared) -> Seen:
     began = time.process_time()
     port = observe_port(request, prepared)
-    stages = judge_stages(request, prepared, port)
+    prepared = dataclasses.replace(prepared, made=port.choices)
+    stages = judge_stages(request, prepared, port.freedoms)
     found = dataclasses.replace(
         verdict,
         stage_seconds=time.process_time() - began,
@@ -320,13 +332,10 @@ def _look_at_stages(verdict: Seen, subject: Subject, request: Request, prepared:
         backward=Direction.of(one for one in stages.all if one.stage.backward),
         unmatched=len(stages.unmatched),
     )
-    is_probed = not stages.flagged and bool(prepared.probed)
+    is_probed = not stages.flagged and bool(prepared.probed) and not prepared.lookups  # as in the search
     if is_probed:
         prepared = prepared.on_probes()
-        try:
-            stages = judge_stages(request, prepared, port)
-        except Misfit as error:
-            return dataclasses.replace(found, unprobed=_describe_misfit(error))
+        stages = judge_stages(request, prepared, port.freedoms)
     places = subject.find_places(prepared.reference) if subject.find_places else ()
     # On probing inputs, the verdict compares outputs alone.
     beyond = [one for one in stages.flagged if not (is_probed and one.stage.backward)]
@@ -337,10 +346,6 @@ def _look_at_stages(verdict: Seen, subject: Subject, request: Request, prepared:
     known = list(hypotheses(prepared, stages.graph.trace, broken=[]))
     touching = sum(any(edit.site in sites for edit in one.edits) for one in known)
     return dataclasses.replace(found, hypotheses=len(known), touching=touching)
-
-
-def _describe_misfit(error: Misfit) -> str:
-    return shown.raised(error.__cause__ or error)
 
 
 def _describe_flagged(judged: Judged, places: Iterable[Place], is_probed: bool) -> Flagged:
