@@ -9,18 +9,20 @@ from dataclasses import dataclass
 import torch
 
 from parity.mistakes.codes import repairable
-from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.hypothesis import Hypothesis, Scope
 from parity.result import Finding
 from parity.search.failure import Budget, Failure
 from parity.search.in_full import Explanation, verified
 from parity.shown import few_of
 from parity.stages.judge import Judged, Stage
 from parity.stages.locate import Stages, judge_stages
-from parity.stages.suspects import Suspicion
+from parity.stages.suspects import Suspect, Suspicion
 from parity.trace.calls import Misfit
 from parity.trace.trace import Call, Site
 
 _VERIFIED = 4  # suspects that are computed in full
+# Mistakes with a meaning at several places come before those at one; changes of single calls are left to the search.
+_SCOPES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",))
 _NAMED = 3  # values at which a stage begins that a message names
 _ROWS = 0.25  # a dimension tells where the error is if at most this share of its indices has most of it
 _MOST_OF_IT = 0.9
@@ -73,26 +75,28 @@ def explanations_of_stages(
 
     A mistake that makes some of the flagged stages is tried together with one that makes the others.
     """
-    suspicion = located.suspicion
-    found = suspicion.explanations(known)
-    combinations: list[tuple[Hypothesis, ...]] = []
+    for scopes in _SCOPES:
+        found = located.suspicion.explanations([one for one in known if one.scope in scopes])
+        explained: list[Explanation] = []
+        for combination in list(_combine(found, located.suspicion.flagged))[:_VERIFIED]:
+            if budget.spent():
+                break
+            explanation = verified(failure, combination)
+            if explanation is not None and explanation.complete:
+                explained.append(explanation)
+        if explained:
+            return sorted(explained, key=lambda one: one.misfit)
+    return []
+
+
+def _combine(found: Sequence[Suspect], flagged: frozenset[Site]) -> Iterator[tuple[Hypothesis, ...]]:
+    """Yield the mistakes that explain every flagged stage, then pairs that do so together."""
+    yield from ((one.mistake,) for one in found if one.explained == flagged)
     for one in found:
-        left = suspicion.flagged - one.explained
-        if not left:
-            combinations.append((one.mistake,))
-        other = next(
-            (other for other in found if left and left <= other.explained and not one.explained & other.explained), None
-        )
+        left = flagged - one.explained
+        other = next((other for other in found if left and other.explained == left), None)
         if other is not None:
-            combinations.append((one.mistake, other.mistake))
-    explained: list[Explanation] = []
-    for combination in combinations[:_VERIFIED]:
-        if budget.spent():
-            break
-        explanation = verified(failure, combination)
-        if explanation is not None and explanation.complete:
-            explained.append(explanation)
-    return explained
+            yield one.mistake, other.mistake
 
 
 # Words for a place.

@@ -387,10 +387,16 @@ class Matcher:
                 yield parent
 
     def _choices(self, one: Watched) -> list[_Hit]:
-        """Return what a value may be if it is wrong: the likely values, each in the layout that is nearest to it."""
+        """Return what a value may be if it is wrong: the likely values, each in the layout that is nearest to it.
+
+        A port may also compute a right value and then spoil it: then it may be what it was before.
+        """
         found: list[_Hit] = []
-        for value in self._likely_values(one):
-            if value.number in self.found or self._graph.trace.tensor(value).numel() != one.tensor.numel():
+        earlier = [match.value for match in self._matches_above(one)]
+        for value in (*earlier, *self._likely_values(one)):
+            if value.number in self.found and value not in earlier:
+                continue
+            if self._graph.trace.tensor(value).numel() != one.tensor.numel():
                 continue
             y = self._compute(value, self._values)
             if y is None:
@@ -404,6 +410,17 @@ class Matcher:
                 if nearest.distance <= _UNRELATED:
                     found.append(nearest)
         return sorted(found, key=lambda hit: hit.distance)[:_MOST_CHOICES]
+
+    def _matches_above(self, one: Watched) -> Iterator[Match]:
+        """Yield what the values of the same lineage that a value was computed from were matched with."""
+        todo, seen = list(one.parents), {one}
+        while todo:
+            each = todo.pop(0)
+            if each in seen or each.lineage != one.lineage:
+                continue
+            seen.add(each)
+            yield from (match for match in self._of.get(each, ()) if self.found.get(match.value.number) is match)
+            todo += each.parents
 
     def _is_computed_from(self, value: Value, assumed: Sequence[Value]) -> bool:
         """Return whether the reference computes, and does not only move, a value from all of the assumed ones."""

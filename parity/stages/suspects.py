@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis
+from parity.numerics.errors import TINY
 from parity.numerics.golden import in_fp64
 from parity.passes.nominal_clock import Clock
 from parity.passes.prepare import Prepared
@@ -24,7 +24,7 @@ from parity.stages.graph import Values
 from parity.stages.judge import Judged
 from parity.stages.locate import RATIO, Stages, is_flagged
 from parity.trace.calls import Misfit
-from parity.trace.trace import Site, Value, grouped
+from parity.trace.trace import Edit, Site, Value, grouped
 
 _HELPS = 0.9  # a mistake whose number is worth fitting leaves less than this share of a stage's error
 _MOST_FITTED = 6  # mistakes whose number is fitted
@@ -45,6 +45,24 @@ class Suspect:
     mistake: Hypothesis
     explained: frozenset[Site]
     misfit: float
+
+
+@dataclass(frozen=True)
+class _Region:
+    """What lies between some linear layers and the next one, or an output.
+
+    A mistake may be made in several ways that differ in between, such as by turning queries instead of keys. So it is
+    compared at the end, and what was matched in between is computed as well.
+
+    Attributes:
+        end: the value that it ends with.
+        inner: the numbers of the matched values in between.
+        flagged: those of its stages that are off.
+    """
+
+    end: Value
+    inner: frozenset[int]
+    flagged: frozenset[Site]
 
 
 class Suspicion:
@@ -68,9 +86,12 @@ class Suspicion:
         self._begins = {number: match.begin for number, match in stages.found.items()}
         self._values = {match.value.number: match.value for match in stages.found.values()}
         self._ends = {one.stage.number: one.stage.end for one in self._forward}
-        self._by_end = {end: self._values[number] for number, end in self._ends.items()}
+        self._stages_by_number = {one.stage.number: one for one in self._forward}
         self._expected = {one.stage.number: one.expected for one in self._forward}
-        self._insides: dict[Hypothesis, set[int]] = {}
+        self._anchors = [match.value for match in stages.found.values() if match.evidence in ("weights", "output")]
+        self._regions: dict[int, list[_Region]] = {}
+        self._up_to: dict[int, _Region] = {}
+        self._unchanged: dict[int, float] = {}
         self.flagged = frozenset(one.stage.end for one in self._forward if is_flagged(one))
 
     def explanations(self, known: Iterable[Hypothesis]) -> list[Suspect]:
@@ -89,55 +110,77 @@ class Suspicion:
         return sorted(found, key=lambda one: (-len(one.explained), one.misfit))
 
     def concerns(self, mistake: Hypothesis) -> bool:
-        """Return whether a mistake changes a flagged stage, or anything that no stage shows, such as the inputs."""
-        is_elsewhere = mistake.around is not None or mistake.returned is not None
-        return is_elsewhere or any(self._flagged_by(one, mistake) for one in self._touched(mistake))
+        """Return whether a mistake changes a region that is off, a weight read just before it, or what no stage shows.
+
+        What a layer returns is matched by its weight, so that other weights may show only in what follows.
+        """
+        if mistake.around is not None or mistake.returned is not None:
+            return True
+        if any(region.flagged for region in self._touched(mistake)):
+            return True
+        layers = {
+            one.stage.number for name in self._changed_parameters(mistake) for one in self._by_parameter.get(name, ())
+        }
+        return not layers.isdisjoint(self._before_flagged)
+
+    @cached_property
+    def _before_flagged(self) -> set[int]:
+        """The numbers of the linear layers' results that regions which are off begin with."""
+        ends = {region.end for one in self._forward for region in self._regions_of(one) if region.flagged}
+        return {
+            anchor.number
+            for end in ends
+            for anchor in self._anchors
+            if self._graph.is_above(anchor, end)
+            and not any(
+                self._graph.is_above(anchor, other) and self._graph.is_above(other, end) for other in self._anchors
+            )
+        }
 
     def _try(self, mistake: Hypothesis) -> tuple[Suspect | None, float]:
-        """Return a mistake if it explains what it touches, and the least share of a flagged stage's error it leaves."""
-        touched = self._touched(mistake)
-        flagged = {one.stage.end: ends for one in touched if (ends := self._flagged_by(one, mistake))}
-        if not flagged:
-            return None, math.inf
+        """Return a mistake if it explains all that it touches, and the least share of an error that it leaves."""
+        regions = sorted(self._touched(mistake), key=lambda region: not region.flagged)
         least, worst = math.inf, 0.0
-        for one in sorted(touched, key=lambda one: one.stage.end not in flagged):
-            ratio = self._ratio_under(one, mistake)
-            if one.stage.end in flagged:
-                least = min(least, ratio / max(one.ratio, RATIO))
+        for region in regions if regions and regions[0].flagged else ():
+            ratio = self._ratio_under(region, mistake)
+            if region.flagged:
+                least = min(least, ratio / max(self._ratio_under(region, None), RATIO))
             worst = max(worst, ratio)
             if not worst <= RATIO:
                 return None, least
-        return Suspect(mistake, frozenset[Site]().union(*flagged.values()), worst), least
+        if not worst:
+            return None, least
+        return Suspect(mistake, frozenset[Site]().union(*(region.flagged for region in regions)), worst), least
 
-    def _flagged_by(self, one: Judged, mistake: Hypothesis) -> frozenset[Site]:
-        """Return the flagged ones among a stage and those before it that a mistake's operation spans."""
-        ends = {self._ends[number] for number in self._inside(mistake) if number in self._ends}
-        reach = {end for end in ends if self._graph.is_above(self._by_end[end], self._values[one.stage.number])}
-        return frozenset(({one.stage.end} | reach) & self.flagged)
+    def _regions_of(self, one: Judged) -> list[_Region]:
+        """Return the regions that a stage is in, each up to one of the linear layers or outputs that depend on it."""
+        number = one.stage.number
+        if number not in self._regions:
+            value = self._values[number]
+            below = [end for end in self._anchors if end == value or self._graph.is_above(value, end)]
+            ends = [end for end in below if not any(self._graph.is_above(other, end) for other in below)]
+            self._regions[number] = [self._region_up_to(end) for end in ends or [value]]
+        return self._regions[number]
 
-    def _inside(self, mistake: Hypothesis) -> set[int]:
-        """Return the matched values inside of the operations that a mistake changes: they do not begin its stages."""
-        if mistake not in self._insides:
-            self._insides[mistake] = set(self._find_inside(mistake))
-        return self._insides[mistake]
-
-    def _find_inside(self, mistake: Hypothesis) -> Iterator[int]:
-        for edit in mistake.edits:
-            if edit.site not in self._graph.order:
-                continue
-            results = self._graph.trace.calls[self._graph.order[edit.site]].outputs
-            with suppress(Misfit):
-                needed = [self._graph.same_value(value) for value in edit.needs]
-                for value in self._values.values():
-                    is_made_of = any(self._graph.is_above(one, value) for one in needed)
-                    if is_made_of and any(self._graph.is_above(value, result) for result in results):
-                        yield value.number
+    def _region_up_to(self, end: Value) -> _Region:
+        if end.number not in self._up_to:
+            before = [one for one in self._anchors if self._graph.is_above(one, end)]
+            inner = {
+                one.number
+                for one in self._values.values()
+                if one not in self._anchors
+                and self._graph.is_above(one, end)
+                and not any(self._graph.is_above(one, anchor) for anchor in before)
+            }
+            flagged = {self._ends[number] for number in (*inner, end.number) if number in self._ends} & self.flagged
+            self._up_to[end.number] = _Region(end, frozenset(inner), frozenset(flagged))
+        return self._up_to[end.number]
 
     def _fitted(self, partly: Sequence[tuple[float, Hypothesis]]) -> Iterator[Suspect]:
         """Yield mistakes whose number had to be fitted, each at its place."""
         families = grouped(sorted(partly, key=lambda entry: entry[0]), lambda entry: (entry[1].title, entry[1].place))
         for (_, best), *_ in list(families.values())[:_MOST_FITTED]:
-            first = next((one for one in self._touched(best) if self._flagged_by(one, best)), None)
+            first = next((region for region in self._touched(best) if region.flagged), None)
             if first is None or best.value is None or best.tuned is None or best.value <= 0.0 or self._is_over():
                 continue
             left = partial(_log_of_ratio, self._ratio_under, first, best.tuned)
@@ -147,15 +190,16 @@ class Suspicion:
             if suspect is not None:
                 yield suspect
 
-    def _touched(self, mistake: Hypothesis) -> list[Judged]:
-        """Return the stages that a mistake changes; none if it changes more than calls and weights."""
+    def _touched(self, mistake: Hypothesis) -> list[_Region]:
+        """Return the regions that a mistake changes; none if it changes more than calls and weights."""
         if mistake.around is not None or mistake.returned is not None:
             return []
         sites = [one.site for one in mistake.edits if one.detached is None]
-        touched = {one.stage.end: one for site in sites for one in self._by_site.get(site, ())}
+        touched = {one.stage.number: one for site in sites for one in self._by_site.get(site, ())}
         for name in self._changed_parameters(mistake):
-            touched.update((one.stage.end, one) for one in self._by_parameter.get(name, ()))
-        return [one for one in self._forward if one.stage.end in touched]
+            touched.update((one.stage.number, one) for one in self._by_parameter.get(name, ()))
+        regions = {region.end.number: region for one in touched.values() for region in self._regions_of(one)}
+        return list(regions.values())
 
     def _changed_parameters(self, mistake: Hypothesis) -> dict[str, Tensor]:
         if mistake.read is None:
@@ -165,29 +209,39 @@ class Suspicion:
         with torch.no_grad(), in_fp64():
             return {name: x for name, x in mistake.read(now).items() if name in self._parameters}
 
-    def _ratio_under(self, one: Judged, mistake: Hypothesis) -> float:
-        """Return the error that a mistake leaves in a stage, over the expected one; infinite if it does not fit."""
-        number = one.stage.number
-        match = self._stages.found[number]
-        inside = self._inside(mistake)
-        given = {other: x for other, x in self._begins.items() if other != number and other not in inside}
-        expected = math.hypot(one.expected, *(self._expected.get(other, 0.0) for other in inside))
-        given |= {self._parameters[name]: x for name, x in self._changed_parameters(mistake).items()}
-        self._clock.advance(len(one.stage.calls) / max(len(self._graph.trace.calls), 1))
+    def _ratio_under(self, region: _Region, mistake: Hypothesis | None) -> float:
+        """Return the error that a mistake leaves at the end of a region, over the expected one; infinite for none."""
+        end = region.end.number
+        if mistake is None and end in self._unchanged:
+            return self._unchanged[end]
+        given = {other: x for other, x in self._begins.items() if other != end and other not in region.inner}
+        parameters = {} if mistake is None else self._changed_parameters(mistake)
+        given |= {self._parameters[name]: x for name, x in parameters.items()}
+        numbers = (end, *region.inner)
+        expected = math.hypot(*(self._expected[number] for number in numbers if number in self._expected))
+        calls = sum(len(self._stages_by_number[n].stage.calls) for n in numbers if n in self._stages_by_number)
+        self._clock.advance(calls / max(len(self._graph.trace.calls), 1))
+        ratio = self._misfit(region.end, given, () if mistake is None else mistake.edits) / max(expected, TINY)
+        if mistake is None:
+            self._unchanged[end] = ratio
+        return ratio
+
+    def _misfit(self, end: Value, given: dict[int, Tensor], edits: Sequence[Edit]) -> float:
+        """Return the relative error of the candidate's value if it is computed with edits; infinite if it cannot be."""
+        match = self._stages.found[end.number]
         try:
-            x = Values(self._graph, given, mistake.edits).get(self._values[number]).double()
+            x = Values(self._graph, given, edits).get(end).double()
         except Misfit:
             return math.inf
         norm = torch.linalg.vector_norm(x).item()
         if x.shape != match.end.shape or not math.isfinite(norm) or norm == 0.0:
             return math.inf
-        rows = self._graph.read.get(number, torch.tensor(True))
-        apart = torch.linalg.vector_norm(torch.where(rows, match.end - x, 0.0)).item()
-        return apart / norm / expected
+        rows = self._graph.read.get(end.number, torch.tensor(True))
+        return torch.linalg.vector_norm(torch.where(rows, match.end - x, 0.0)).item() / norm
 
 
 def _log_of_ratio(
-    ratio_under: Callable[[Judged, Hypothesis], float], one: Judged, tuned: Callable[[float], Hypothesis], x: float
+    ratio_under: Callable[[_Region, Hypothesis], float], one: _Region, tuned: Callable[[float], Hypothesis], x: float
 ) -> float:
     return math.log(max(ratio_under(one, tuned(math.exp(x))), 1e-12))
 
