@@ -30,7 +30,7 @@ from parity.stages.judge import Judged, Stage
 from parity.stages.locate import Stages
 from parity.te import Kernels
 from parity.trace.calls import Misfit
-from parity.trace.trace import Call
+from parity.trace.trace import Call, Site, Trace
 
 # Where mistakes are.
 
@@ -79,11 +79,22 @@ def test_a_mistake_is_at_the_step_that_its_settings_change(mistake, held, prepar
 
 
 def test_a_mistake_in_gradients_spoils_no_value():
-    calls = [call_of("layers.2.0.norm", "rms_norm")]
-    place = Place(r"layers\.2\..*", backward=True)
-    assert is_held([place], calls, backward=True)
-    assert not is_held([place], calls, backward=False)
-    assert is_held([Place(place.module)], calls, backward=True)
+    norm, place = call_of("layers.2.0.norm", "rms_norm"), Place(r"layers\.2\..*", backward=True)
+    forward, backward = (stage_of(norm.site, norm, backward=backward) for backward in (False, True))
+    assert is_held([place], backward, Trace([norm]))
+    assert not is_held([place], forward, Trace([norm]))
+    assert is_held([Place(place.module)], forward, Trace([norm]))
+
+
+def test_a_gradient_may_be_wrong_where_its_value_comes_from():
+    made, read = call_of("layers.1", "add"), call_of("layers.2.norm", "rms_norm")
+    place = Place(r"layers\.1", frozenset({"add"}), backward=True)
+    assert is_held([place], stage_of(made.site, read, backward=True), Trace([made, read]))
+    assert not is_held([Place(place.module)], stage_of(made.site, read), Trace([made, read]))
+
+
+def stage_of(end: Site, *calls: Call, backward: bool = False) -> Stage:
+    return Stage(end, calls, (), evidence="agrees", watched="te.Linear", backward=backward)
 
 
 def call_of(module: str, name: str) -> Call:
@@ -95,8 +106,7 @@ def call_of(module: str, name: str) -> Call:
 
 def judged(module: str, *names: str, ratio: float = 1.0, gain: float = 0.0, backward: bool = False) -> Judged:
     calls = tuple(call_of(module, name) for name in names)
-    stage = Stage(calls[-1].site, calls, (), evidence="agrees", watched="te.Linear", backward=backward)
-    return Judged(stage, ratio, 1.0, gain)
+    return Judged(stage_of(calls[-1].site, *calls, backward=backward), ratio, 1.0, gain)
 
 
 @pytest.fixture
@@ -243,6 +253,10 @@ def test_the_report_counts_and_lists(tmp_path: Path):
     assert {row[1]: row[0] for row in rows if row[0] in ("beside", "not")} == {
         "c: elsewhere": "beside",
         "d: missed": "not",
+    }
+    assert {row[1]: row[5] for row in rows if row[0] in ("beside", "not")} == {
+        "c: elsewhere": "0 of 1",
+        "d: missed": "0 of 0",
     }
     assert ["kinds", "`bf16`", "4", "1, 1", "1, 3", "150%"] in rows
     assert [row[-2:] for row in rows if row[1] == "model_003"] == [["9", "1"]]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lab.corpus.models import MLP, Attention, Experts, Loss, Mistake, Model, Residual, Rotation
-from parity.trace.trace import Call
+from parity.stages.judge import Stage
+from parity.trace.trace import Call, Trace
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,19 @@ class Place:
         return bool(re.fullmatch(self.module, call.site[0])) and (not self.calls or call.name in self.calls)
 
 
-def is_held(places: Iterable[Place], calls: Iterable[Call], backward: bool) -> bool:
+def is_held(places: Iterable[Place], stage: Stage, trace: Trace) -> bool:
     """Return whether a stage holds a call of one of these places.
+
+    A wrong value may spoil gradients of its stage, too, but a mistake in gradients alone can spoil no value. A gradient
+    may have been changed by the call whose value it is the gradient of, or by those that read this value.
 
     Args:
         places: where the mistake is.
-        calls: the stage's calls.
-        backward: whether the stage ends in a gradient. A wrong value may spoil gradients of its stage, too, but a
-            mistake in gradients alone can spoil no value.
+        stage: the stage.
+        trace: the reference's calls.
     """
-    calls = list(calls)
-    return any(place.holds(call) for place in places if backward or not place.backward for call in calls)
+    calls = [*stage.calls, *(call for call in trace.calls if stage.backward and call.site == stage.end)]
+    return any(place.holds(call) for place in places if stage.backward or not place.backward for call in calls)
 
 
 @dataclass(frozen=True)

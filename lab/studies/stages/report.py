@@ -216,19 +216,22 @@ def _tabulate_wrong_ports(wrong: Found, settings: Settings) -> str:
 
 
 def _list_not_located(wrong: Found) -> Iterator[str]:
-    rows = list(_describe_not_located(wrong))
+    rows = [
+        [location, one.port, f"`{one.precision}`", seen.status, short(seen.margin), held, *cells]
+        for one, seen in _judged_stages(wrong).items()
+        if (location := location_of(seen)) != "exactly"
+        for held, cells in [_describe_first_beside(seen.flagged)]
+    ]
     if rows:
-        yield "### Not located exactly, with the stages that hold no call of the mistake"
-        yield reporting.texts(rows, ["located", "port", "precision", "verdict", "margin", *_OF_FLAGGED])
+        yield "### Not located exactly, with the first flagged stage that holds no call of the mistake"
+        yield reporting.texts(rows, ["located", "port", "precision", "verdict", "margin", "hold it", *_OF_FLAGGED])
 
 
-def _describe_not_located(wrong: Found) -> Iterator[list[str]]:
-    for one, seen in _judged_stages(wrong).items():
-        location = location_of(seen)
-        if location != "exactly":
-            first = [location, one.port, f"`{one.precision}`", seen.status, short(seen.margin)]
-            beside = [_describe_flagged(flagged) for flagged in seen.flagged if not flagged.holds]
-            yield from ([*first, *cells] for cells in beside or [[""] * len(_OF_FLAGGED)])
+def _describe_first_beside(flagged: Sequence[Flagged]) -> tuple[str, list[str]]:
+    """Return how many stages hold a call of the mistake, and the cells on the first that holds none."""
+    beside = [one for one in flagged if not one.holds]
+    cells = _describe_flagged(beside[0]) if beside else [""] * len(_OF_FLAGGED)
+    return f"{len(flagged) - len(beside)} of {len(flagged)}", cells
 
 
 # Cost, and ports whose stages could not be judged.

@@ -337,18 +337,21 @@ def _look_at_stages(verdict: Seen, subject: Subject, request: Request, prepared:
         prepared = prepared.on_probes()
         stages = judge_stages(request, prepared, port.freedoms)
     places = subject.find_places(prepared.reference) if subject.find_places else ()
+    trace = stages.graph.trace
     # On probing inputs, the verdict compares outputs alone.
     beyond = [one for one in stages.flagged if not (is_probed and one.stage.backward)]
-    found = dataclasses.replace(found, flagged=tuple(_describe_flagged(one, places, is_probed) for one in beyond))
+    found = dataclasses.replace(
+        found, flagged=tuple(_describe_flagged(one, is_held(places, one.stage, trace), is_probed) for one in beyond)
+    )
     if not beyond or not places:
         return found
     sites = {call.site for one in beyond for call in one.stage.calls}
-    known = list(hypotheses(prepared, stages.graph.trace, broken=[]))
+    known = list(hypotheses(prepared, trace, broken=[]))
     touching = sum(any(edit.site in sites for edit in one.edits) for one in known)
     return dataclasses.replace(found, hypotheses=len(known), touching=touching)
 
 
-def _describe_flagged(judged: Judged, places: Iterable[Place], is_probed: bool) -> Flagged:
+def _describe_flagged(judged: Judged, holds: bool, is_probed: bool) -> Flagged:
     stage = judged.stage
     return Flagged(
         _describe_end(stage),
@@ -358,7 +361,7 @@ def _describe_flagged(judged: Judged, places: Iterable[Place], is_probed: bool) 
         stage.evidence,
         stage.watched,
         tuple(f"{call.module} {call.name}" for call in stage.calls),
-        is_held(places, stage.calls, stage.backward),
+        holds,
         is_probed,
     )
 
