@@ -44,7 +44,7 @@ from parity.search.divergence import (
 from parity.search.failure import Budget, Failure, Tried, few_outputs, on_probes, outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
 from parity.search.in_full import Explanation, exceeds_norm_limit, is_far_off, verified
-from parity.search.located import explanations_of_stages, locate, place_findings
+from parity.search.located import Located, explanations_of_stages, locate, place_findings
 from parity.search.misplaced import (
     exchange_findings,
     misread_hypotheses,
@@ -413,7 +413,8 @@ def findings(
     lacking = [result for result in failed if not result.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
     screened = Screened() if screened is None else screened
-    causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
+    located = cache(lambda: next(iter(part(lambda: locate(failure))), None))
+    causes = _causes(failure, trace, unreached, screened, located) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and failure.outputs_passed:
         budget = failure.budget(CHECKS_FOR_THE_REST)
         causes = part(lambda: detached_path_findings(failure, failed, trace, budget))
@@ -429,7 +430,8 @@ def findings(
     if misread := part(lambda: _of_misread(failure, trace, diverged)):
         return tuple(misread)
     where = part(lambda: where_the_error_is(failure, screened.untried))
-    places = [] if screened.located is None else part(partial(place_findings, screened.located))
+    where_it_departs = located() if finite else None
+    places = [] if where_it_departs is None else part(partial(place_findings, where_it_departs))
     return (*unread, *most, *hidden, *where, *(places or (one.finding for one in diverged)))
 
 
@@ -463,7 +465,13 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
         )
 
 
-def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened) -> list[Finding]:
+def _causes(
+    failure: Failure,
+    trace: Trace,
+    unreached: Sequence[str],
+    screened: Screened,
+    located: Callable[[], Located | None],
+) -> list[Finding]:
     """Return the first causes that explain finite outputs and their gradients; arguments as for ``findings``.
 
     If a candidate is right once it is called differently, that is better evidence than a reference that is made wrong.
@@ -476,25 +484,19 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     def known() -> Iterator[Hypothesis]:
         return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
 
-    def find_place() -> tuple[Finding, ...]:
-        """Find where the error begins, which takes a pass, before the causes that take many."""
-        screened.located = next(iter(_part(lambda: locate(failure), failure)), None)
-        return ()
-
     def by_stages() -> Iterator[Finding]:
-        located = screened.located
-        if located is not None and located.is_in_values:
-            yield from _told(explanations_of_stages(failure, located, list(known())), failure)
+        where = located()
+        if where is not None and where.is_in_values:
+            yield from _told(explanations_of_stages(failure, where, list(known())), failure)
 
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),
         lambda: own_recipe_findings(failure),
         lambda: shared_cache_findings(failure),
         lambda: hidden_row_findings(failure),
-        find_place,
     ]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
-        causes = [causes[0], find_place, lambda: _told(_of_one_number(failure, trace, search), failure)]
+        causes = [causes[0], lambda: _told(_of_one_number(failure, trace, search), failure)]
         return _first_found(causes, failure)
     if all(result.passed for result in failure.outputs):
         causes.append(lambda: _by_scale_of_scores(failure, trace))

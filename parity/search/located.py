@@ -1,4 +1,4 @@
-"""Ask the stages first: where does a failed candidate depart from its reference, and which known mistakes are there?"""
+"""Ask the stages: where does a failed candidate depart from its reference, and which known mistakes make that?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parity.search.failure import Failure
 from parity.search.in_full import Explanation, verified
 from parity.shown import few_of
 from parity.stages.judge import Judged, Stage
-from parity.stages.locate import Stages, judge_stages
+from parity.stages.locate import Stages, is_flagged, judge_stages
 from parity.stages.suspects import Suspicion
 from parity.trace.calls import Misfit
 from parity.trace.trace import Call, Site
@@ -95,11 +95,11 @@ def place_findings(located: Located) -> Iterator[Finding]:
         return
     first = flagged[0]
     stages = [one for one in located.stages.all if one.stage.backward == first.stage.backward]
-    right = sum(one not in flagged for one in stages)
+    right = sum(not is_flagged(one) for one in stages)
     what = "the gradient there" if first.stage.backward else "its result"
     size = _describe_size(first)
-    others = len(flagged) - 1
-    more = f", and {others} later ones do not" if others else ""
+    others = len(stages) - right - 1
+    more = f", {others} later ones do not" if others else ""
     advice = f"compare {_describe_module(first.stage)} alone, with the values that it begins with"
     yield repairable(
         "first-divergence",

@@ -33,7 +33,6 @@ from parity.passes.prepare import calls_of
 from parity.search.divergence import scaled_outputs
 from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little, while_it_lasts
 from parity.search.in_full import Explanation, exceeds_norm_limit, hardly_less, row_by_row, verified
-from parity.search.located import Located
 from parity.search.parts import in_parts
 from parity.search.screen import (
     FAITHFUL,
@@ -163,13 +162,11 @@ class Screened:
         best: the mistake that leaves the least of the error, if that is little.
         helping: titles and names of the mistakes that explained a part of the error, or that no budget was left for.
         untried: how many mistakes no budget was left for.
-        located: the stages of its pass, if these could be judged.
     """
 
     best: Ranked | None = None
     helping: set[tuple[str, str]] = field(default_factory=set)
     untried: int = 0
-    located: Located | None = None
 
 
 def explanations(
