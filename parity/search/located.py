@@ -18,7 +18,7 @@ from parity.stages.judge import Judged, Stage
 from parity.stages.locate import Stages, is_flagged, judge_stages
 from parity.stages.suspects import Suspicion
 from parity.trace.calls import Misfit
-from parity.trace.trace import Call, Site
+from parity.trace.trace import LINEAR, Call, Site
 
 _VERIFIED = 8  # suspects that are computed in full
 # Mistakes with a meaning at several places come before those at one; changes of single calls are left to the search.
@@ -27,6 +27,8 @@ _AS_WELL = 1.02  # explanations whose misfits differ by a smaller factor fit equ
 _NAMED = 3  # values at which a stage begins that a message names
 _ROWS = 0.25  # a dimension tells where the error is if at most this share of its indices has most of it
 _MOST_OF_IT = 0.9
+_LAYERS = 2  # a stage of more linear layers is not the place of a mistake: their results were not matched
+_WHOLE = "the module"
 
 
 @dataclass(frozen=True)
@@ -89,25 +91,41 @@ def explanations_of_stages(failure: Failure, located: Located, known: Sequence[H
 
 
 def place_findings(located: Located) -> Iterator[Finding]:
-    """Yield a finding on the first stage that is off: the first forward one, else the first of the backward pass."""
+    """Yield a finding on the first stage that is off: the first forward one, else the first of the backward pass.
+
+    Nothing is told of a stage that holds many layers.
+    """
     flagged = located.stages.flagged
-    if not flagged:
+    if not flagged or _count_layers(located, flagged[0].stage) > _LAYERS:
         return
     first = flagged[0]
     stages = [one for one in located.stages.all if one.stage.backward == first.stage.backward]
     right = sum(not is_flagged(one) for one in stages)
-    what = "the gradient there" if first.stage.backward else "its result"
-    size = _describe_size(first)
     others = len(stages) - right - 1
-    more = f", {others} later ones do not" if others else ""
-    advice = f"compare {_describe_module(first.stage)} alone, with the values that it begins with"
-    yield repairable(
-        "first-divergence",
-        f"the candidate departs from the reference {describe_stage(first.stage)}: computed again from the candidate's "
-        f"own values before it, {what} {size}{_describe_part(located, first)}. {right} of {len(stages)} stages of the "
-        f"{'backward' if first.stage.backward else 'forward'} pass agree{more}",
-        advice,
-    )
+    more = f", {others} later {'one does' if others == 1 else 'ones do'} not" if others else ""
+    counted = f"{right} of {len(stages)} stages of the {'backward' if first.stage.backward else 'forward'} pass agree"
+    what = "the gradient there" if first.stage.backward else "its result"
+    if first.stage.changed_later:
+        at = f"the {_describe_site(first.stage.end)}"
+        where = f"after {at}: it computes what the reference does there, and then goes on with another value, which"
+        advice = f"look at what the candidate does with the result of {at}"
+    else:
+        where = f"{describe_stage(first.stage)}: computed again from the candidate's own values before it, {what}"
+        advice = "look at what the candidate computes there" + _advise_to_compare(first.stage)
+    message = f"the candidate departs from the reference {where} {_describe_size(first)}"
+    yield repairable("first-divergence", f"{message}{_describe_part(located, first)}. {counted}{more}", advice)
+
+
+def _count_layers(located: Located, stage: Stage) -> int:
+    """Return how many linear layers with weights are in a stage, several of which one module of TE may compute."""
+    parameters = located.stages.graph.trace.parameters
+    linear = (call for call in stage.calls if call.name in LINEAR)
+    return sum(any(value.number in parameters for value in call.inputs) for call in linear if not stage.backward)
+
+
+def _advise_to_compare(stage: Stage) -> str:
+    where = _describe_module(stage)
+    return f", or compare {where} alone, with the values that it begins with" if where != _WHOLE else ""
 
 
 def describe_stage(stage: Stage) -> str:
@@ -116,10 +134,10 @@ def describe_stage(stage: Stage) -> str:
         return f"in the gradient of {stage.parameter}"
     where = _describe_module(stage)
     if len(stage.calls) == 1:
-        return f"at the {stage.calls[0].described}"
+        return f"at the {_describe_site(stage.calls[0].site)}"
     if stage.backward:
         return f"in {where}, in the gradient at the {_describe_site(stage.end)}"
-    begins = few_of([_describe_site(site) for site in stage.begins], _NAMED) or "the inputs"
+    begins = few_of([f"the {_describe_site(site)}" for site in stage.begins], _NAMED) or "the inputs"
     return f"in {where}, between {begins} and the {_describe_site(stage.end)}"
 
 
@@ -131,11 +149,13 @@ def _describe_module(stage: Stage) -> str:
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
-    return ".".join(common) or "the module"
+    return ".".join(common) or _WHOLE
 
 
 def _describe_site(site: Site) -> str:
-    return Call(site, site[2], None, (), {}, None).described
+    """Return ``1st 'linear' of layers.0.fc``, with the number of the submodule's call after its first."""
+    again = f" (call {site[1] + 1})" if site[1] else ""
+    return f"{Call(site, site[2], None, (), {}, None).described}{again}"
 
 
 def _describe_size(one: Judged) -> str:

@@ -51,6 +51,7 @@ class Stage:
         backward: whether gradients are computed.
         parameter: the parameter whose gradient a backward stage ends with; empty for a value's.
         number: the number of the value that a forward stage ends with; -1 for a backward one.
+        changed_later: whether the candidate computed the end as the reference does, and then went on with another one.
     """
 
     end: Site
@@ -61,6 +62,7 @@ class Stage:
     backward: bool = False
     parameter: str = ""
     number: int = -1
+    changed_later: bool = False
 
     @property
     def computes(self) -> bool:
@@ -141,6 +143,7 @@ def _forward_stage(graph: Graph, found: Mapping[int, Match], match: Match) -> St
         match.evidence,
         match.watched.name,
         number=match.value.number,
+        changed_later=match.replaced is not None,
     )
 
 

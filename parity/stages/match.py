@@ -53,6 +53,7 @@ class Match:
         evidence: why they are taken for the same.
         end: the candidate's tensor in the reference's layout, in FP64, as it was computed.
         begin: the same as later calls read it, such as after a cast.
+        replaced: the value that agreed, if the candidate went on with another one in its place; else None.
     """
 
     watched: Watched
@@ -61,6 +62,7 @@ class Match:
     evidence: Evidence
     end: Tensor
     begin: Tensor
+    replaced: Watched | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Matcher:
         self._uses = _uses_of_weights(graph)
         self._used = 0  # the parameters that any of the candidate's values is computed from
         self._likely: dict[int, list[Value]] = {}  # by a candidate's lineage
+        self._distances: dict[int, float] = {}  # of the matches, when they were found
         self._norms: dict[int, tuple[Tensor, float]] = {}
 
     def match(self, seen: Sequence[Watched], outputs: Mapping[str, Tensor]) -> None:
@@ -139,7 +142,10 @@ class Matcher:
         if rows is not None:  # whatever is in a row that nothing reads may go on as the reference has it
             now = self._compute(hit.value, self._values)
             end = end if now is None else torch.where(rows, end, now)
-        match = Match(one, hit.value, hit.arrange, evidence, end, end)
+        before = self.found.get(hit.value.number)
+        agreed = before is not None and self._distances.get(hit.value.number, math.inf) <= self._most
+        match = Match(one, hit.value, hit.arrange, evidence, end, end, before.watched if before and agreed else None)
+        self._distances[hit.value.number] = hit.distance
         self.found[hit.value.number] = match
         self._of.setdefault(one, []).append(match)
         self._values.give(hit.value, end)

@@ -68,8 +68,8 @@ def ladders(wrong: str, precision: str = "fp32", carried: float = 0.0, share: fl
         ("fc1", "fp32", 0.3, "'linear' of fc1"),
         ("fc1", "bf16", 0.3, "'linear' of fc1"),
         ("fc1", "fp32", 0.02, "'linear' of fc1"),  # so what follows is nearly right
-        ("act", "fp32", 0.3, "at the 1st 'tanh' of act"),
-        ("act", "bf16", 0.3, "compare act alone"),
+        ("act", "fp32", 0.3, "after the 1st 'tanh' of act"),
+        ("act", "bf16", 0.3, "the result of the 1st 'tanh' of act"),
         ("fc2", "fp32", 0.3, "'linear' of fc2"),
     ],
 )
@@ -135,7 +135,7 @@ class Dims(nn.Module):
 def test_what_only_the_probing_inputs_show_is_named_by_what_is_computed_of_these(faint, scored):
     port, right = dict(faint=faint, scored=scored), dict(scored=scored)
     (message,) = departures(twins(Faint, port, normal((32, WIDTH)), "fp32", right))
-    assert message.startswith("the candidate departs from the reference in dims, between 1st 'tanh' of act, ")
+    assert message.startswith("the candidate departs from the reference in dims, between the 1st 'tanh' of act, ")
     assert "and the 1st 'add' of dims: " in message
     assert "nearly all of it at index 5, 19 of the 32 in dimension 0" in message  # the small rows
 
@@ -162,7 +162,9 @@ class Rotated(nn.Module):
 def test_what_is_wrong_between_submodules_is_named_by_the_calls_around_it():
     """The values of which it is computed include one without elements."""
     (message,) = departures(twins(Rotated, dict(wrong=True), normal((32, WIDTH)), "fp32"))
-    assert message.startswith("the candidate departs from the reference in the module, between 1st 'linear' of fc1, ")
+    assert message.startswith(
+        "the candidate departs from the reference in the module, between the 1st 'linear' of fc1, "
+    )
     assert "and the 1st 'cat' of the module: " in message
 
 
@@ -289,7 +291,7 @@ def test_attention_that_leaves_zeros_where_nobody_reads_is_right(wrong, named, a
 
 def test_attention_that_leaves_zeros_which_are_read_is_not():
     (message,) = in_padded("", "bf16", reads_padding=True)
-    assert "between 1st 'linear' of qkv and the 1st 'scaled_dot_product_attention' of core: " in message
+    assert "between the 1st 'linear' of qkv and the 1st 'scaled_dot_product_attention' of core: " in message
     assert "7 of 8 stages of the forward pass agree" in message
 
 
@@ -383,5 +385,5 @@ def test_what_no_mistake_explains_is_said_to_be_unexplained():
         call_candidate=lambda module, x: module(x) + 0.1 * torch.sin(x[..., :1]),
     )
     (message,) = departures(result)
-    assert "at the 1st 'linear' of the module" in message
+    assert "after the 1st 'linear' of the module" in message
     assert {finding.title for finding in result.findings} == {"unexplained", "first-divergence"}
