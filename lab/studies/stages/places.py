@@ -74,6 +74,7 @@ _STEPS = (
     _Step("base rotated factor low high original last_position direction interleaved rotates_twice", (Rotation,)),
     _Step("query_offset key_offset rotates_queries rotates_keys", (Rotation,)),
     _Step("rotates_values", (Attention,), "unflatten transpose repeat_interleave"),
+    _Step("rotates_values", (nn.Linear,), "linear", named=r"(.*\.)?v_proj"),  # the value that is changed afterwards
     _Step("scaled_by", (Attention,), "mul"),
     _Step("window causal diagonal", (Attention,), "masked_fill"),
     _Step("softcap", (Attention,), "div tanh mul"),
