@@ -269,7 +269,7 @@ def passes_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparison, "prepare", once(comparison.prepare, golden))
         patch.setattr(comparison, "_run_candidate", once(comparison._run_candidate, of_port))
-        patch.setattr(comparison, "_observe_port", once(comparison._observe_port, of_port))
+        patch.setattr(comparison, "observe_port", once(comparison.observe_port, of_port))
         patch.setattr(second_look, "kinks_moved", once(second_look.kinks_moved, of_port))
         patch.setattr(comparison, "run_model", run_model)
         patch.setattr(second_look, "run_model", run_model)

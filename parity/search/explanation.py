@@ -484,6 +484,12 @@ def _causes(
     def known() -> Iterator[Hypothesis]:
         return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
 
+    def find_place() -> tuple[Finding, ...]:
+        """Find where the error begins before the causes that take long, if a limit may end the search."""
+        if failure.prepared.clock.limit:
+            located()
+        return ()
+
     def by_stages() -> Iterator[Finding]:
         where = located()
         if where is not None and where.is_in_values:
@@ -494,9 +500,10 @@ def _causes(
         lambda: own_recipe_findings(failure),
         lambda: shared_cache_findings(failure),
         lambda: hidden_row_findings(failure),
+        find_place,
     ]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
-        causes = [causes[0], lambda: _told(_of_one_number(failure, trace, search), failure)]
+        causes = [causes[0], find_place, lambda: _told(_of_one_number(failure, trace, search), failure)]
         return _first_found(causes, failure)
     if all(result.passed for result in failure.outputs):
         causes.append(lambda: _by_scale_of_scores(failure, trace))

@@ -292,7 +292,7 @@ class _Passes:
         self.graph = graph
         self.found = found
         self.prepared = prepared
-        self._cuts = {number for number, match in found.items() if self._may_cut(match)} - _read_beside(graph, found)
+        self.cuts = {number for number, match in found.items() if self._may_cut(match)} - _read_beside(graph, found)
 
     def gradient_of(self, match: Match) -> Tensor | None:
         """Return the candidate's gradient at a match, in the reference's layout; None if it has none."""
@@ -345,7 +345,7 @@ class _Passes:
     def _given_gradient(self, name: str, x: Tensor) -> Tensor:
         """Return the gradient with which the backward pass begins at an output or at the end of a stage."""
         if name.isdigit():
-            gradient = self.gradient_of(self.found[int(name)]) if int(name) in self._cuts else None
+            gradient = self.gradient_of(self.found[int(name)]) if int(name) in self.cuts else None
         else:
             gradient = self.prepared.cotangents.get(name)
         return torch.zeros_like(x) if gradient is None else gradient.to(x.dtype).reshape(x.shape)
@@ -366,7 +366,7 @@ class _Passes:
             call = self.graph.trace.producer(match.value)
             if call is not None and match.value in call.outputs:
                 by_call.setdefault(call.site, (call, []))[1].append(match)
-        cuts = self._cuts if differentiated else set()
+        cuts = self.cuts if differentiated else set()
 
         def exchange(match: Match, x: Tensor) -> Tensor:
             ends[match.value.number] = x
