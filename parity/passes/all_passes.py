@@ -220,7 +220,7 @@ def run_model(
     prepared.reference.zero_grad(set_to_none=True)  # frees a model's size of memory before the next pass
     if prepared.probed:
         with under_model(prepared, rounding, freedom, choices=choices, stored=stored):
-            inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
+            inputs = tree_map_only(Tensor, as_activation, given(prepared.probe))
             tensors |= _label_probed_outputs(outputs_of(prepared.reference, prepared.probe_call, inputs))
     as_they_are = {key for key, tensor in tensors.items() if key in prepared.wide or tensor in stored}
     returned = {key: x if key in as_they_are else rounding.store_part(x) for key, x in tensors.items()}
@@ -276,7 +276,7 @@ def _scaled_together(weight_map: WeightMap, parameters: Mapping[str, Tensor]) ->
     return [[parameters[name] for name in group] for group in groups.values() if len(group) > 1]
 
 
-def _as_activation(x: Tensor) -> Tensor:
+def as_activation(x: Tensor) -> Tensor:
     """Return a tensor that requires a gradient, like the drawn inputs: what depends on it counts as an activation."""
     return x.detach().requires_grad_() if x.is_floating_point() else x
 

@@ -23,7 +23,7 @@ from parity.mistakes.replay import outputs_with
 from parity.numerics.errors import Tolerance, margin, measure
 from parity.numerics.factors import Uneven, uneven
 from parity.numerics.freedom import UNFUSED
-from parity.passes.all_passes import under_model
+from parity.passes.all_passes import as_activation, under_model
 from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import Prepared, cast
 from parity.result import Finding, TensorResult
@@ -63,11 +63,7 @@ def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor
         return returned
 
     # To the rounding model, whatever depends on a tensor that requires a gradient is an activation.
-    inputs = tree_map_only(
-        Tensor,
-        lambda x: x.detach().requires_grad_() if x.is_floating_point() else x,
-        cast(prepared.inputs, torch.float32),
-    )
+    inputs = tree_map_only(Tensor, as_activation, cast(prepared.inputs, torch.float32))
     with under_model(prepared, precision.rounding, UNFUSED):
         outputs_of(prepared.reference, traced, inputs)
     return places(traces[0])

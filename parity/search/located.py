@@ -13,6 +13,7 @@ from parity.mistakes.hypothesis import Hypothesis, Scope
 from parity.result import Finding
 from parity.search.failure import Failure
 from parity.search.in_full import Explanation, verified
+from parity.search.search import AS_WELL
 from parity.shown import few_of
 from parity.stages.judge import Judged, Stage
 from parity.stages.locate import Stages, is_flagged, judge_stages
@@ -23,7 +24,6 @@ from parity.trace.trace import LINEAR, Call, Site
 _VERIFIED = 8  # suspects that are computed in full
 # Mistakes with a meaning at several places come before those at one; changes of single calls are left to the search.
 _SCOPES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",))
-_AS_WELL = 1.02  # explanations whose misfits differ by a smaller factor fit equally well
 _NAMED = 3  # values at which a stage begins that a message names
 _ROWS = 0.25  # a dimension tells where the error is if at most this share of its indices has most of it
 _MOST_OF_IT = 0.9
@@ -83,7 +83,7 @@ def explanations_of_stages(failure: Failure, located: Located, known: Sequence[H
         complete = [one for one in explained if one is not None and one.complete]
         if complete:
             best = min(one.misfit for one in complete)
-            return sorted(complete, key=lambda one: max(one.misfit, _AS_WELL * best))
+            return sorted(complete, key=lambda one: max(one.misfit, AS_WELL * best))
     return []
 
 

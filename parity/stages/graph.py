@@ -12,30 +12,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from parity.numerics.golden import in_fp64
+from parity.passes.all_passes import as_activation
 from parity.passes.one_pass import named_outputs, outputs_of
 from parity.passes.prepare import Prepared, cast
 from parity.stages.watch import SMALLEST
 from parity.trace.calls import Misfit, is_in_place, mapped, tensors_in, tracing
 from parity.trace.trace import JOINS, RESHAPES, Call, Edit, Site, Trace, Value, grouped
 
-MOVES = (
-    RESHAPES
-    | JOINS
-    | frozenset(
-        {"getitem", "setitem", "chunk", "split", "tensor_split", "stack", "unbind", "select", "narrow", "expand"}
-        | {"expand_as", "repeat", "repeat_interleave", "index_select", "detach", "roll", "flip", "movedim", "swapaxes"}
-        | {
-            "view_as",
-            "reshape_as",
-            "requires_grad",
-            "masked_select",
-            "index",
-            "split_with_sizes",
-            "pad",
-            "te.SplitAlongDim",
-        }
-    )
-)
+_PARTS = ("getitem", "setitem", "chunk", "split", "tensor_split", "split_with_sizes", "te.SplitAlongDim", "unbind")
+_CHOICES = ("select", "narrow", "index", "index_select", "masked_select", "stack", "pad", "detach", "requires_grad")
+_ORDERS = ("expand", "expand_as", "repeat", "repeat_interleave", "roll", "flip", "movedim", "swapaxes")
+MOVES = RESHAPES | JOINS | {*_PARTS, *_CHOICES, *_ORDERS, "view_as", "reshape_as"}
 """Calls that move elements and compute nothing."""
 
 
@@ -62,9 +49,9 @@ class Graph:
         self._from_input: set[int] = set()
         self.above: dict[int, int] = defaultdict(int)
         self.computed: list[Value] = []
-        self._follow()
+        self._follow_calls()
 
-    def _follow(self) -> None:
+    def _follow_calls(self) -> None:
         fixed = self.trace.parameters.keys() | self.trace.buffers.keys()
         for call in self.trace.calls:
             lineage, above, from_input = 0, 0, False
@@ -158,7 +145,7 @@ def traced_graph(prepared: Prepared) -> Graph:
 
 def find_rows_read(prepared: Prepared, graph: Graph) -> None:
     """Fill in ``graph.read``: a row is read if golden has a gradient there, unlike those of padding tokens."""
-    inputs = tree_map_only(Tensor, _as_leaf, cast(prepared.inputs, torch.float64))
+    inputs = tree_map_only(Tensor, as_activation, cast(prepared.inputs, torch.float64))
     with torch.enable_grad(), in_fp64():
         again = _run_and_trace(prepared, inputs, with_graph=True)
         tensors = {value.number: again.trace.tensor(value) for value in again.computed}
@@ -175,10 +162,6 @@ def find_rows_read(prepared: Prepared, graph: Graph) -> None:
         rows = None if gradient is None else gradient.ne(0.0).any(-1, keepdim=True)
         if rows is not None and bool(rows.any()) and not bool(rows.all()):
             graph.read[number] = rows
-
-
-def _as_leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
 def _run_and_trace(prepared: Prepared, inputs: Any, with_graph: bool) -> Graph:
@@ -225,17 +208,17 @@ class Values:
             calls, _ = self._graph.between(value, self.given.keys() | self._kept.keys())
             with torch.no_grad(), in_fp64():
                 for call in calls:
-                    self._make(call)
-        return self._find(value)
+                    self._make_call(call)
+        return self._find_tensor(value)
 
-    def _find(self, value: Value) -> Tensor:
+    def _find_tensor(self, value: Value) -> Tensor:
         for known in (self.given, self._kept):
             if value.number in known:
                 return known[value.number]
         return self._graph.trace.tensor(value)
 
-    def _make(self, call: Call) -> None:
-        args, kwargs = mapped((call.args, call.kwargs), self._find, Value)
+    def _make_call(self, call: Call) -> None:
+        args, kwargs = mapped((call.args, call.kwargs), self._find_tensor, Value)
         try:
             if is_in_place(call):
                 args = (args[0].clone(), *args[1:])

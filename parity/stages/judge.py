@@ -118,7 +118,7 @@ def judge_forward_and_backward(
     exact = passes.in_fp64()
     modelled = [passes.under(rounding, freedom) for freedom in freedoms]
     forward = [
-        _compare(graph, stage, match, exact.ends[number], [one.ends[number] for one in modelled], rounding)
+        _judge_end(graph, stage, match, exact.ends[number], [one.ends[number] for one in modelled], rounding)
         for number, match in found.items()
         if number in exact.ends and all(number in one.ends for one in modelled)
         for stage in [_forward_stage(graph, found, match)]
@@ -143,11 +143,11 @@ def _forward_stage(graph: Graph, found: Mapping[int, Match], match: Match) -> St
         match.evidence,
         match.watched.name,
         number=match.value.number,
-        changed_later=match.replaced is not None,
+        changed_later=match.replaced,
     )
 
 
-def _compare(
+def _judge_end(
     graph: Graph, stage: Stage, match: Match, exact: Tensor, modelled: Sequence[Tensor], rounding: Rounding
 ) -> Judged:
     """Judge what the candidate has at the end of a stage."""
@@ -156,7 +156,7 @@ def _compare(
     models = [x.double() if is_wide else rounding.store_part(x.float()).double() for x in modelled]
     rows = graph.read.get(match.value.number, torch.tensor(True))
     mine, exact, *models = (torch.where(rows, x.double(), 0.0) for x in (match.end, exact, *models))
-    return replace(_measure(stage, mine, exact, models, least), exact=exact)
+    return replace(_measure_error(stage, mine, exact, models, least), exact=exact)
 
 
 def _least_of(rounding: Rounding) -> float:
@@ -165,7 +165,7 @@ def _least_of(rounding: Rounding) -> float:
     return _LEAST * torch.finfo(dtype).eps / 2.0
 
 
-def _measure(stage: Stage, mine: Tensor, exact: Tensor, models: Sequence[Tensor], least: float) -> Judged:
+def _measure_error(stage: Stage, mine: Tensor, exact: Tensor, models: Sequence[Tensor], least: float) -> Judged:
     size = torch.linalg.vector_norm(exact).item()
     if size == 0.0:
         return Judged(stage, 0.0 if not mine.any() else math.inf, least)
@@ -220,8 +220,8 @@ def _judge_backward(
             # What a mask or a ReLU makes zero may have any gradient there: it goes no further.
             passed_on = exact.ends[number] != 0.0
             mine, gradient, *stored = (torch.where(passed_on, x.double(), 0.0) for x in (mine, gradient, *stored))
-            yield _measure(stage, mine, gradient, stored, least)
-    leaves = _leaves(passes.prepared, graph)
+            yield _measure_error(stage, mine, gradient, stored, least)
+    leaves = _find_leaves(passes.prepared, graph)
     for key, gradient in exact.leaf_gradients.items():
         mine = candidate.get(key)
         calls = readers(leaves[key]) if key in leaves else ()
@@ -230,10 +230,10 @@ def _judge_backward(
         kind, name = key
         stage = Stage(calls[0].site, calls, (), "weights", f"{kind} {name}", backward=True, parameter=name)
         stored = [rounding.store_part(one.leaf_gradients[key].float()).double() for one in modelled]
-        yield _measure(stage, mine.double(), gradient.double(), stored, least)
+        yield _measure_error(stage, mine.double(), gradient.double(), stored, least)
 
 
-def _leaves(prepared: Prepared, graph: Graph) -> dict[tuple[Kind, str], Value]:
+def _find_leaves(prepared: Prepared, graph: Graph) -> dict[tuple[Kind, str], Value]:
     """Return the values that are parameters and inputs, by their gradients' keys; inputs are told by their numbers."""
     found: dict[tuple[Kind, str], Value] = {}
     inputs = named_inputs(cast(prepared.inputs, torch.float64), prepared.input_names)
@@ -305,19 +305,19 @@ class _Passes:
 
     def in_fp64(self) -> _Forced:
         self.prepared.reference.double()
-        return self._run(torch.float64, in_fp64())
+        return self._run_pass(torch.float64, in_fp64())
 
     def under(self, rounding: Rounding, freedom: Freedom) -> _Forced:
         self.prepared.reference.float()
-        return self._run(torch.float32, under_model(self.prepared, rounding, freedom))
+        return self._run_pass(torch.float32, under_model(self.prepared, rounding, freedom))
 
-    def _run(self, dtype: torch.dtype, model: AbstractContextManager[Phase | None]) -> _Forced:
+    def _run_pass(self, dtype: torch.dtype, model: AbstractContextManager[Phase | None]) -> _Forced:
         prepared, forced = self.prepared, _Forced()
         leaves: dict[int, Tensor] = {}
         differentiated = not prepared.evaluation
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            with edited(module, self._edits(forced.ends, leaves, differentiated)):
+            with edited(module, self._list_edits(forced.ends, leaves, differentiated)):
                 returned = (prepared.call or nn.Module.__call__)(module, *args, **kwargs)
             return named_outputs(returned) | {str(number): x for number, x in forced.ends.items()}
 
@@ -358,7 +358,7 @@ class _Passes:
         is_alike = self.graph.bits(match.watched.lineage) == self.graph.lineage(match.value)
         return is_whole and is_alike and match.watched.is_result
 
-    def _edits(self, ends: dict[int, Tensor], leaves: dict[int, Tensor], differentiated: bool) -> list[Edit]:
+    def _list_edits(self, ends: dict[int, Tensor], leaves: dict[int, Tensor], differentiated: bool) -> list[Edit]:
         """Return edits that keep what the matched calls return, and return the candidate's values instead."""
         by_call: dict[Site, tuple[Call, list[Match]]] = {}
         writes = any(map(is_in_place, self.graph.trace.calls))

@@ -93,7 +93,7 @@ def _watch_and_judge(request: Request, prepared: Prepared, freedoms: Sequence[Fr
     graph = traced_graph(prepared)
     rows = weight_rows(prepared.weights, shapes, transfer.parameter_shapes(prepared.reference))
     outputs = {name: x for (kind, name), x in candidate.items() if kind == "output"}
-    judge = partial(_judge, request, prepared, freedoms, graph, watch.seen, candidate, rows, outputs)
+    judge = partial(_match_and_judge, request, prepared, freedoms, graph, watch.seen, candidate, rows, outputs)
     found = judge()
     if found.flagged and not prepared.evaluation:
         find_rows_read(prepared, graph)
@@ -104,7 +104,7 @@ def _watch_and_judge(request: Request, prepared: Prepared, freedoms: Sequence[Fr
     return found
 
 
-def _judge(
+def _match_and_judge(
     request: Request,
     prepared: Prepared,
     freedoms: Sequence[Freedom],

@@ -34,7 +34,6 @@ Evidence = Literal["weights", "agrees", "next", "output"]
 
 _ROUNDINGS = 3.0  # values agree if they differ by less than this many unit roundoffs of the stored dtype, relatively
 _AS_NEAR = 1.02  # values whose distances differ by a smaller factor are as near
-_NARROWED = 2.0**-7  # a cast to 16 bits changes a value by less than this share
 _UNRELATED = 1.2  # two unrelated values of the same norm differ by 1.4 times it
 _MOST_ASSUMED = 3  # arguments of one call, such as q, k and v
 _MOST_CHOICES = 6  # values that an argument may be
@@ -53,7 +52,8 @@ class Match:
         evidence: why they are taken for the same.
         end: the candidate's tensor in the reference's layout, in FP64, as it was computed.
         begin: the same as later calls read it, such as after a cast.
-        replaced: the value that agreed, if the candidate went on with another one in its place; else None.
+        distance: how far the two were apart when they were matched, relatively.
+        replaced: whether an earlier value agreed, and the candidate went on with this one in its place.
     """
 
     watched: Watched
@@ -62,7 +62,8 @@ class Match:
     evidence: Evidence
     end: Tensor
     begin: Tensor
-    replaced: Watched | None = None
+    distance: float
+    replaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,6 @@ class Matcher:
         self._uses = _uses_of_weights(graph)
         self._used = 0  # the parameters that any of the candidate's values is computed from
         self._likely: dict[int, list[Value]] = {}  # by a candidate's lineage
-        self._distances: dict[int, float] = {}  # of the matches, when they were found
         self._norms: dict[int, tuple[Tensor, float]] = {}
 
     def match(self, seen: Sequence[Watched], outputs: Mapping[str, Tensor]) -> None:
@@ -120,13 +120,13 @@ class Matcher:
                 hits = self._by_weights(one)
             if hits:
                 for hit in hits:
-                    self._take(one, hit, "weights")
+                    self._take_match(one, hit, "weights")
                 continue
             nearest = self._find_agreeing(one, self._values)
             if nearest is None and self._assume_arguments(one, ()):
                 nearest = self._find_agreeing(one, self._values)
             if nearest is not None:
-                self._take(one, nearest, "agrees")
+                self._take_match(one, nearest, "agrees")
             else:
                 self.unmatched.append(one)
         for name, x in outputs.items():
@@ -136,16 +136,15 @@ class Matcher:
     def _most(self) -> float:
         return _ROUNDINGS * self._unit
 
-    def _take(self, one: Watched, hit: _Hit, evidence: Evidence) -> None:
+    def _take_match(self, one: Watched, hit: _Hit, evidence: Evidence) -> None:
         end = hit.tensor.double().clone()
         rows = self._graph.read.get(hit.value.number)
         if rows is not None:  # whatever is in a row that nothing reads may go on as the reference has it
-            now = self._compute(hit.value, self._values)
+            now = self._compute_value(hit.value, self._values)
             end = end if now is None else torch.where(rows, end, now)
         before = self.found.get(hit.value.number)
-        agreed = before is not None and self._distances.get(hit.value.number, math.inf) <= self._most
-        match = Match(one, hit.value, hit.arrange, evidence, end, end, before.watched if before and agreed else None)
-        self._distances[hit.value.number] = hit.distance
+        agreed = before is not None and before.distance <= self._most
+        match = Match(one, hit.value, hit.arrange, evidence, end, end, hit.distance, replaced=agreed)
         self.found[hit.value.number] = match
         self._of.setdefault(one, []).append(match)
         self._values.give(hit.value, end)
@@ -162,7 +161,7 @@ class Matcher:
             return False
         if one.name in MOVES:
             if len(sources) == 1 and sources[0].tensor.shape == one.tensor.shape:
-                self._narrow(one, sources[0])
+                self._narrow_begin(one, sources[0])
             self._of[one] = [match for source in sources for match in self._of[source]]
             return True
         same = [x for x in sources if _holds_the_same(one.tensor, x.tensor)]
@@ -170,7 +169,7 @@ class Matcher:
             self._of[one] = self._of[same[0]]
         return bool(same)
 
-    def _narrow(self, one: Watched, source: Watched) -> None:
+    def _narrow_begin(self, one: Watched, source: Watched) -> None:
         """Let later stages begin from a value as it was cast to 16 bits, if the port casts a matched one."""
         if one.tensor.element_size() >= source.tensor.element_size():
             return
@@ -211,7 +210,12 @@ class Matcher:
     def _is_free(self, use: Call, one: Watched) -> bool:
         """Return whether a use of a weight is still to be matched, and is made of what the candidate's is made of."""
         value = self._result_of(use, one)
-        return value.number not in self.found and self._may_be(one, value, biases=True)
+        if value.number in self.found:
+            return False
+        lineage, other = self._graph.bits(one.lineage), self._graph.lineage(value)
+        missing = other & self._used & ~lineage  # TE may add a bias later
+        only_biases = all(name.endswith("bias") for name in self._graph.names(missing))
+        return only_biases and self._is_made_alike(lineage | other if missing else lineage, other)
 
     def _result_of(self, use: Call, one: Watched) -> Value:
         """Return what a layer of the reference returns, after a bias that it adds later if the candidate's has it."""
@@ -227,21 +231,21 @@ class Matcher:
 
     def _best_arrangement(self, one: Watched, call: Call, columns: Tensor, values: Values) -> _Hit | None:
         value = self._result_of(call, one)
-        x, y = one.tensor, self._compute(value, values)
+        x, y = one.tensor, self._compute_value(value, values)
         picked = (*x.shape[:-1], len(columns))
         if y is None or math.prod(picked) != y.numel():
             return None
         bias = call.args[2] if call.name == "linear" and len(call.args) > 2 else call.kwargs.get("bias")
         added_later = isinstance(bias, Value) and not self._graph.lineage(bias) & self._graph.bits(one.lineage)
         lacks_bias = added_later and isinstance(bias, Value) and bool(self._graph.lineage(bias) & self._used)
-        added = self._graph.trace.tensor(bias).double() if lacks_bias and isinstance(bias, Value) else 0.0
+        addend = self._graph.trace.tensor(bias).double() if lacks_bias and isinstance(bias, Value) else 0.0
         best: _Hit | None = None
         for layout in layouts(picked, tuple(y.shape)):
             if not layout.is_whole:
                 continue
             arrange = _arranged_columns(columns, layout)
-            tensor = arrange(x).double() + added
-            distance = self._distance(tensor, y, value)
+            tensor = arrange(x).double() + addend
+            distance = self._measure_distance(tensor, y, value)
             if best is None or distance < best.distance:
                 best = _Hit(distance, value, arrange, tensor)
         return best
@@ -255,26 +259,26 @@ class Matcher:
             hit
             for value in self._likely_values(one)
             if not self._is_moved(value) and all(self._graph.is_above(other, value) for other in below)
-            for hit in self._compare(x, value, values)
+            for hit in self._compare_layouts(x, value, values)
         ]
         if not hits:
             return None
         nearest = min(hit.distance for hit in hits)
         return min((hit for hit in hits if hit.distance <= _AS_NEAR * nearest), key=lambda hit: hit.value.number)
 
-    def _compute(self, value: Value, values: Values) -> Tensor | None:
+    def _compute_value(self, value: Value, values: Values) -> Tensor | None:
         """Return a value in FP64; None if it cannot be computed from what is matched."""
         try:
             return values.get(value).double()
         except Misfit:
             return None
 
-    def _compare(self, x: Tensor, value: Value, values: Values) -> Iterator[_Hit]:
+    def _compare_layouts(self, x: Tensor, value: Value, values: Values) -> Iterator[_Hit]:
         """Yield the layouts in which a candidate's value, in FP64, is a value of the reference's up to rounding."""
         found = layouts(tuple(x.shape), tuple(self._graph.trace.tensor(value).shape))
         if not found:
             return
-        y = self._compute(value, values)
+        y = self._compute_value(value, values)
         if y is None:
             return
         norm = self._norm_of(y)
@@ -287,11 +291,11 @@ class Matcher:
             if are_all_read and _relative_distance(flat[came], theirs[at]) > 1.5 * self._most:
                 continue
             tensor = layout(x)
-            distance = self._distance(tensor, y, value)
+            distance = self._measure_distance(tensor, y, value)
             if distance <= self._most:
                 yield _Hit(distance, value, layout, tensor)
 
-    def _distance(self, x: Tensor, y: Tensor, value: Value) -> float:
+    def _measure_distance(self, x: Tensor, y: Tensor, value: Value) -> float:
         """Return how far a tensor is from a value, both in the reference's layout, in the rows that are read."""
         rows = self._graph.read.get(value.number)
         x = x.double()
@@ -324,17 +328,6 @@ class Matcher:
             ]
         return self._likely[lineage]
 
-    def _may_be(self, one: Watched, value: Value, biases: bool = False) -> bool:
-        lineage, other = self._graph.bits(one.lineage), self._graph.lineage(value)
-        if self._is_made_alike(lineage, other):
-            return True
-        missing = self._graph.names(other & self._used & ~lineage) if biases else ()
-        return (
-            bool(missing)
-            and all(name.endswith("bias") for name in missing)
-            and self._is_made_alike(lineage | other, other)
-        )
-
     def _is_made_alike(self, lineage: int, other: int) -> bool:
         """Return whether a candidate's value of one lineage may be a reference's of another.
 
@@ -361,10 +354,10 @@ class Matcher:
             one: the result.
             ends: what the result is known to be; empty to look for a value that it equals then.
         """
-        asked = list(dict.fromkeys(self._unmatched_above(one)))
+        asked = [parent for parent in one.parents if parent in self.unmatched]
         if not asked or len(asked) > _MOST_ASSUMED:
             return False
-        choices = [self._choices(each) for each in asked]
+        choices = [self._list_choices(each) for each in asked]
         best: tuple[float, tuple[_Hit, ...]] | None = None
         for combination in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
             assumed = [hit.value for hit in combination]
@@ -376,24 +369,22 @@ class Matcher:
                 found = found if found is not None and found.distance <= self._most else None
             else:
                 found = self._find_agreeing(one, values, assumed)
-            if found is None or not self._is_computed_from(found.value, assumed) or self._breaks(assumed, values):
+            if (
+                found is None
+                or not self._is_computed_from(found.value, assumed)
+                or self._breaks_agreement(assumed, values)
+            ):
                 continue
             if best is None or found.distance < best[0]:
                 best = found.distance, combination
         if best is None:
             return False
         for each, hit in zip(asked, best[1], strict=True):
-            self._take(each, hit, "next")
+            self._take_match(each, hit, "next")
             self.unmatched.remove(each)
         return True
 
-    def _unmatched_above(self, one: Watched) -> Iterator[Watched]:
-        """Yield the unmatched activations that a call was given, or that these were moved from."""
-        for parent in one.parents:
-            if parent in self.unmatched:
-                yield parent
-
-    def _choices(self, one: Watched) -> list[_Hit]:
+    def _list_choices(self, one: Watched) -> list[_Hit]:
         """Return what a value may be if it is wrong: the likely values, each in the layout that is nearest to it.
 
         A port may also compute a right value and then spoil it: then it may be what it was before.
@@ -405,11 +396,11 @@ class Matcher:
                 continue
             if self._graph.trace.tensor(value).numel() != one.tensor.numel():
                 continue
-            y = self._compute(value, self._values)
+            y = self._compute_value(value, self._values)
             if y is None:
                 continue
             near = [
-                _Hit(self._distance(layout(one.tensor), y, value), value, layout, layout(one.tensor).double())
+                _Hit(self._measure_distance(layout(one.tensor), y, value), value, layout, layout(one.tensor).double())
                 for layout in layouts(tuple(one.tensor.shape), tuple(y.shape))
             ]
             if near:
@@ -435,7 +426,7 @@ class Matcher:
         calls, read = self._graph.between(value, given)
         return {one.number for one in assumed} <= read and any(call.name not in MOVES for call in calls)
 
-    def _breaks(self, assumed: Sequence[Value], values: Values) -> bool:
+    def _breaks_agreement(self, assumed: Sequence[Value], values: Values) -> bool:
         """Return whether a value that agreed would no longer follow from the assumed ones."""
         numbers = {one.number for one in assumed}
         for match in self.found.values():
@@ -443,8 +434,8 @@ class Matcher:
                 continue
             _, read = self._graph.between(match.value, values.given.keys())
             if read & numbers:
-                now = self._compute(match.value, values.without(match.value))
-                if now is None or self._distance(now, match.end, match.value) > self._most:
+                now = self._compute_value(match.value, values.without(match.value))
+                if now is None or self._measure_distance(now, match.end, match.value) > self._most:
                     return True
         return False
 
@@ -459,9 +450,9 @@ class Matcher:
         if not bool(torch.isfinite(tensor).all()):
             return
         known = self.found.get(value.number)
-        if known is not None and self._distance(tensor, known.end, value) <= self._most:
+        if known is not None and self._measure_distance(tensor, known.end, value) <= self._most:
             return
-        now = self._compute(value, self._values)
+        now = self._compute_value(value, self._values)
         calls, _ = self._graph.between(value, self.found.keys())
         if now is not None and all(call.name in MOVES for call in calls) and torch.equal(now, tensor.double()):
             return  # what it is moved from was matched
@@ -469,7 +460,7 @@ class Matcher:
         if watched is None:
             watched = Watched(len(seen), f"output {name}", x, frozenset(), True, (), (), True)
         hit = _Hit(0.0, value, lambda gradient: gradient.reshape(shape), tensor)
-        self._take(watched, hit, "output")
+        self._take_match(watched, hit, "output")
 
 
 def _arranged_columns(columns: Tensor, layout: Layout) -> Callable[[Tensor], Tensor]:

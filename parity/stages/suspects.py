@@ -85,9 +85,7 @@ class Suspicion:
         self._parameters = {name: number for number, name in self._graph.trace.parameters.items()}
         self._begins = {number: match.begin for number, match in stages.found.items()}
         self._values = {match.value.number: match.value for match in stages.found.values()}
-        self._ends = {one.stage.number: one.stage.end for one in self._forward}
         self._stages_by_number = {one.stage.number: one for one in self._forward}
-        self._expected = {one.stage.number: one.expected for one in self._forward}
         self._anchors = [match.value for match in stages.found.values() if match.evidence in ("weights", "output")]
         self._regions: dict[int, list[_Region]] = {}
         self._up_to: dict[int, _Region] = {}
@@ -101,12 +99,12 @@ class Suspicion:
         for mistake in known:
             if self._is_over():
                 break
-            suspect, left = self._try(mistake)
+            suspect, left = self._try_mistake(mistake)
             if suspect is not None:
                 found.append(suspect)
             elif mistake.tuned is not None and left < _HELPS:
                 partly.append((left, mistake))
-        found += self._fitted(partly)
+        found += self._fit_numbers(partly)
         return sorted(found, key=lambda one: (-len(one.explained), one.misfit))
 
     def concerns(self, mistake: Hypothesis) -> bool:
@@ -117,7 +115,7 @@ class Suspicion:
         only_detaches = bool(mistake.edits) and all(one.detached is not None for one in mistake.edits)
         if only_detaches or mistake.around is not None or mistake.returned is not None:
             return True
-        if any(region.flagged for region in self._touched(mistake)):
+        if any(region.flagged for region in self._find_touched(mistake)):
             return True
         layers = {
             one.stage.number for name in self._changed_parameters(mistake) for one in self._by_parameter.get(name, ())
@@ -138,9 +136,9 @@ class Suspicion:
             )
         }
 
-    def _try(self, mistake: Hypothesis) -> tuple[Suspect | None, float]:
+    def _try_mistake(self, mistake: Hypothesis) -> tuple[Suspect | None, float]:
         """Return a mistake if it explains all that it touches, and the least share of an error that it leaves."""
-        regions = sorted(self._touched(mistake), key=lambda region: not region.flagged)
+        regions = sorted(self._find_touched(mistake), key=lambda region: not region.flagged)
         least, worst = math.inf, 0.0
         for region in regions if regions and regions[0].flagged else ():
             ratio = self._ratio_under(region, mistake)
@@ -173,25 +171,29 @@ class Suspicion:
                 and self._graph.is_above(one, end)
                 and not any(self._graph.is_above(one, anchor) for anchor in before)
             }
-            flagged = {self._ends[number] for number in (*inner, end.number) if number in self._ends} & self.flagged
-            self._up_to[end.number] = _Region(end, frozenset(inner), frozenset(flagged))
+            ends = (one.stage.end for one in self._stages_at((*inner, end.number)))
+            self._up_to[end.number] = _Region(end, frozenset(inner), self.flagged.intersection(ends))
         return self._up_to[end.number]
 
-    def _fitted(self, partly: Sequence[tuple[float, Hypothesis]]) -> Iterator[Suspect]:
+    def _stages_at(self, numbers: Iterable[int]) -> list[Judged]:
+        """Return the stages that end with these values."""
+        return [self._stages_by_number[number] for number in numbers if number in self._stages_by_number]
+
+    def _fit_numbers(self, partly: Sequence[tuple[float, Hypothesis]]) -> Iterator[Suspect]:
         """Yield mistakes whose number had to be fitted, each at its place."""
         families = grouped(sorted(partly, key=lambda entry: entry[0]), lambda entry: (entry[1].title, entry[1].place))
         for (_, best), *_ in list(families.values())[:_MOST_FITTED]:
-            first = next((region for region in self._touched(best) if region.flagged), None)
+            first = next((region for region in self._find_touched(best) if region.flagged), None)
             if first is None or best.value is None or best.tuned is None or best.value <= 0.0 or self._is_over():
                 continue
             left = partial(_log_of_ratio, self._ratio_under, first, best.tuned)
             bounds = (math.log(best.value / _FITTED_WITHIN), math.log(best.value * _FITTED_WITHIN))
             near = minimize_scalar(left, bounds=bounds, method="bounded", options={"maxiter": _EVALUATIONS})
-            suspect, _ = self._try(best.tuned(math.exp(float(near.x))))
+            suspect, _ = self._try_mistake(best.tuned(math.exp(float(near.x))))
             if suspect is not None:
                 yield suspect
 
-    def _touched(self, mistake: Hypothesis) -> list[_Region]:
+    def _find_touched(self, mistake: Hypothesis) -> list[_Region]:
         """Return the regions that a mistake changes; none if it changes more than calls and weights."""
         if mistake.around is not None or mistake.returned is not None:
             return []
@@ -218,16 +220,16 @@ class Suspicion:
         given = {other: x for other, x in self._begins.items() if other != end and other not in region.inner}
         parameters = {} if mistake is None else self._changed_parameters(mistake)
         given |= {self._parameters[name]: x for name, x in parameters.items()}
-        numbers = (end, *region.inner)
-        expected = math.hypot(*(self._expected[number] for number in numbers if number in self._expected))
-        calls = sum(len(self._stages_by_number[n].stage.calls) for n in numbers if n in self._stages_by_number)
+        stages = self._stages_at((end, *region.inner))
+        expected = math.hypot(*(one.expected for one in stages))
+        calls = sum(len(one.stage.calls) for one in stages)
         self._clock.advance(calls / max(len(self._graph.trace.calls), 1))
-        ratio = self._misfit(region.end, given, () if mistake is None else mistake.edits) / max(expected, TINY)
+        ratio = self._measure_misfit(region.end, given, () if mistake is None else mistake.edits) / max(expected, TINY)
         if mistake is None:
             self._unchanged[end] = ratio
         return ratio
 
-    def _misfit(self, end: Value, given: dict[int, Tensor], edits: Sequence[Edit]) -> float:
+    def _measure_misfit(self, end: Value, given: dict[int, Tensor], edits: Sequence[Edit]) -> float:
         """Return the relative error of the candidate's value if it is computed with edits; infinite if it cannot be."""
         match = self._stages.found[end.number]
         try:

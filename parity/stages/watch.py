@@ -79,9 +79,9 @@ class Watch(TorchFunctionMode):
         self._names: dict[int, str] = {}
         self._paths: dict[int, str] = {}
         self._inside = 0  # how many calls of TE are running, one within the other
-        self._forget()
+        self._forget_pass()
 
-    def _forget(self) -> None:
+    def _forget_pass(self) -> None:
         self.seen = []
         self._known: dict[int, Watched] = {}
         self._lineages: dict[int, tuple[frozenset[str], bool]] = {}
@@ -90,15 +90,15 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def watching(self, candidate: nn.Module) -> Iterator[None]:
         """Watch one forward pass of the candidate, and afterwards the gradients that reach its values."""
-        self._forget()
+        self._forget_pass()
         self._names = {id(x): name for name, x in candidate.named_parameters()}
         self._alive += [*candidate.parameters(), *candidate.buffers()]
         for x in candidate.buffers():
             self._lineages[id(x)] = frozenset(), False
         self._paths = {id(module): path for path, module in candidate.named_modules()}
         handles = (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
         )
         try:
             with _calls_of_autograd_functions(self._call_function), self:
@@ -114,7 +114,7 @@ class Watch(TorchFunctionMode):
         if not self._inside:
             changed = changed_in_place(func, args, kwargs)
             name = canonical_name(func)
-            self._note(name, (args, kwargs), result if changed is None else changed, name == "linear")
+            self._note_call(name, (args, kwargs), result if changed is None else changed, name == "linear")
         return result
 
     def _call_function(self, kind: type, call: Callable[[], Any], arguments: Any) -> Any:
@@ -125,25 +125,25 @@ class Watch(TorchFunctionMode):
             self._inside -= 1
         if not self._inside:
             name = f"te.{kind.__name__}" if is_of_te(kind) else kind.__name__
-            self._note(name, arguments, result, is_of_te(kind))
+            self._note_call(name, arguments, result, is_of_te(kind))
         return result
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
         if self._is_opaque(module):
             self._inside += 1
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
         if self._is_opaque(module):
             self._inside -= 1
         if id(module) in self._paths and not self._inside:
-            own = list(module.parameters(recurse=not any(True for _ in module.children())))
-            self._note(f"module {self._paths[id(module)]}", (args, own), result, True)
+            own = list(module.parameters(recurse=False))
+            self._note_call(f"module {self._paths[id(module)]}", (args, own), result, True)
 
     def _is_opaque(self, module: nn.Module) -> bool:
         """Return whether a module's own calls are kernels': TE calls these in the open where no gradient is needed."""
         return is_of_te(type(module)) and type(module).__name__ not in _COMPOSED and not torch.is_grad_enabled()
 
-    def _note(self, name: str, given: Any, returned: Any, is_result: bool) -> None:
+    def _note_call(self, name: str, given: Any, returned: Any, is_result: bool) -> None:
         with torch._C.DisableTorchFunction():
             self._note_values(name, tensors_in(given), tensors_in(returned), is_result)
 
