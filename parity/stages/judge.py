@@ -202,7 +202,8 @@ def _judge_backward(
     passes: _Passes, exact: _Forced, modelled: Sequence[_Forced], candidate: Tensors, rounding: Rounding
 ) -> Iterator[Judged]:
     graph, least = passes.graph, _least_of(rounding)
-    readers = _stages_that_read(graph, passes.found)
+    # A gradient goes on through a match that is no cut.
+    readers = _stages_that_read(graph, {number: passes.found[number] for number in passes.cuts})
     for number, gradient in exact.gradients.items():
         match = passes.found[number]
         models = [one.gradients[number] for one in modelled if number in one.gradients]
@@ -292,10 +293,15 @@ class _Passes:
         self.graph = graph
         self.found = found
         self.prepared = prepared
+        # These are laid out here, since under a rounding model even a copy is rounded.
+        self._gradients = {number: self._find_gradient(match) for number, match in found.items()}
         self.cuts = {number for number, match in found.items() if self._may_cut(match)} - _read_beside(graph, found)
 
     def gradient_of(self, match: Match) -> Tensor | None:
         """Return the candidate's gradient at a match, in the reference's layout; None if it has none."""
+        return self._gradients[match.value.number]
+
+    def _find_gradient(self, match: Match) -> Tensor | None:
         gradient = match.watched.gradient
         if gradient is not None:
             return match.arrange(gradient)
@@ -352,6 +358,9 @@ class _Passes:
 
     def _may_cut(self, match: Match) -> bool:
         """Return whether a candidate's value is one through which all gradients of the reference's go."""
+        gradient = match.watched.gradient
+        if match.rows is not None and gradient is not None and match.rows.leaves_out(gradient):
+            return False
         if match.evidence in ("weights", "output"):
             return True
         is_whole = not isinstance(match.arrange, Layout) or match.arrange.is_whole

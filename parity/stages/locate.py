@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -41,12 +41,14 @@ class Stages:
         graph: the reference's calls.
         found: the matches, by the number of the reference's value.
         unmatched: the candidate's values that fit nothing.
+        rows_read: rows that outputs read, as in ``graph.read``, where leaving out the others made no stage right.
     """
 
     all: tuple[Judged, ...]
     graph: Graph
     found: dict[int, Match]
     unmatched: tuple[Watched, ...]
+    rows_read: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def flagged(self) -> tuple[Judged, ...]:
@@ -91,16 +93,20 @@ def _watch_and_judge(request: Request, prepared: Prepared, freedoms: Sequence[Fr
             *at, lambda module: shapes.update(transfer.parameter_shapes(module)), watching=watch.watching
         )
     graph = traced_graph(prepared)
+    if any(call.name == "grad" for call in graph.trace.calls):
+        raise Misfit("the reference computes gradients itself, as in a step of an optimizer")
     rows = weight_rows(prepared.weights, shapes, transfer.parameter_shapes(prepared.reference))
     outputs = {name: x for (kind, name), x in candidate.items() if kind == "output"}
     judge = partial(_match_and_judge, request, prepared, freedoms, graph, watch.seen, candidate, rows, outputs)
     found = judge()
     if found.flagged and not prepared.evaluation:
+        held = dict(graph.read)
         find_rows_read(prepared, graph)
-        again = judge() if graph.read else found
+        again = judge() if graph.read.keys() - held.keys() else found
         if again.count_flagged_values() < found.count_flagged_values():
             return again
-        graph.read.clear()  # a maximum has a gradient in few rows, and reads them all
+        found = replace(found, rows_read=dict(graph.read))
+        graph.read = held  # a maximum has a gradient in few rows, and reads them all
     return found
 
 

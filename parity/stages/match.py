@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,6 +26,7 @@ from torch import Tensor
 from parity.case.weight_map import WeightMap, names
 from parity.stages.graph import MOVES, Graph, Values
 from parity.stages.layouts import Layout, layouts, sample_of
+from parity.stages.token_rows import TokenRows, find_rows
 from parity.stages.watch import SMALLEST, Watched
 from parity.stages.weight_rows import WeightRows
 from parity.trace.calls import Misfit
@@ -38,6 +40,7 @@ _UNRELATED = 1.2  # two unrelated values of the same norm differ by 1.4 times it
 _MOST_ASSUMED = 3  # arguments of one call, such as q, k and v
 _MOST_CHOICES = 6  # values that an argument may be
 _MOST_COMBINATIONS = 48
+_TRIES = 4  # values in which rows are looked for, since only those before the first layer are nearly exact
 _MULTIPLIES = LINEAR | {"embedding", "conv1d", "conv2d", "conv3d"}
 
 
@@ -54,6 +57,7 @@ class Match:
         begin: the same as later calls read it, such as after a cast.
         distance: how far the two were apart when they were matched, relatively.
         replaced: whether an earlier value agreed, and the candidate went on with this one in its place.
+        rows: which tokens it holds; None if these are the reference's.
     """
 
     watched: Watched
@@ -64,6 +68,7 @@ class Match:
     begin: Tensor
     distance: float
     replaced: bool = False
+    rows: TokenRows | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,9 @@ class _Hit:
     value: Value
     arrange: Callable[[Tensor], Tensor]
     tensor: Tensor
+    layout: Layout | None = None
+    rows: TokenRows | None = None
+    held: Tensor | None = None  # what of the value the candidate has; None for all
 
 
 class Matcher:
@@ -103,6 +111,9 @@ class Matcher:
         self._used = 0  # the parameters that any of the candidate's values is computed from
         self._likely: dict[int, list[Value]] = {}  # by a candidate's lineage
         self._norms: dict[int, tuple[Tensor, float]] = {}
+        self._token_rows: list[TokenRows] = []
+        self._tried: Counter[int] = Counter()  # values in which rows were looked for, by how many they have
+        self._token_orders: set[tuple[object, ...]] = set()  # of the values that agree
 
     def match(self, seen: Sequence[Watched], outputs: Mapping[str, Tensor]) -> None:
         """Match the values of a pass.
@@ -115,22 +126,29 @@ class Matcher:
         for one in seen:
             if not one.is_activation or self._is_known(one) or not bool(torch.isfinite(one.tensor).all()):
                 continue
-            hits = self._by_weights(one)
-            if hits and max(hit.distance for hit in hits) > self._most and self._assume_arguments(one, hits):
-                hits = self._by_weights(one)
-            if hits:
-                for hit in hits:
-                    self._take_match(one, hit, "weights")
-                continue
-            nearest = self._find_agreeing(one, self._values)
-            if nearest is None and self._assume_arguments(one, ()):
-                nearest = self._find_agreeing(one, self._values)
-            if nearest is not None:
-                self._take_match(one, nearest, "agrees")
-            else:
+            if not self._match_value(one):
                 self.unmatched.append(one)
         for name, x in outputs.items():
             self._match_output(name, x, seen)
+
+    def _match_value(self, one: Watched) -> bool:
+        """Match a value of the candidate's if it fits one; return whether it does."""
+        hits = self._by_weights(one)
+        nearest = None if hits else self._find_agreeing(one, self._values)
+        if not hits and nearest is None and self._learn_rows(one, self._likely_values(one)):
+            hits = self._by_weights(one)
+            nearest = self._find_agreeing(one, self._values)
+        if hits and max(hit.distance for hit in hits) > self._most and self._assume_arguments(one, hits):
+            hits = self._by_weights(one)
+        for hit in hits:
+            self._take_match(one, hit, "weights")
+        if hits:
+            return True
+        if nearest is None and self._assume_arguments(one, ()):
+            nearest = self._find_agreeing(one, self._values)
+        if nearest is not None:
+            self._take_match(one, nearest, "agrees")
+        return nearest is not None
 
     @property
     def _most(self) -> float:
@@ -139,16 +157,21 @@ class Matcher:
     def _take_match(self, one: Watched, hit: _Hit, evidence: Evidence) -> None:
         end = hit.tensor.double().clone()
         rows = self._graph.read.get(hit.value.number)
+        if hit.held is not None:
+            rows = hit.held if rows is None else rows & hit.held
+            self._graph.read[hit.value.number] = rows
         if rows is not None:  # whatever is in a row that nothing reads may go on as the reference has it
             now = self._compute_value(hit.value, self._values)
             end = end if now is None else torch.where(rows, end, now)
         before = self.found.get(hit.value.number)
         agreed = before is not None and before.distance <= self._most
-        match = Match(one, hit.value, hit.arrange, evidence, end, end, hit.distance, replaced=agreed)
+        match = Match(one, hit.value, hit.arrange, evidence, end, end, hit.distance, agreed, hit.rows)
         self.found[hit.value.number] = match
         self._of.setdefault(one, []).append(match)
         self._values.give(hit.value, end)
         self._norms.clear()
+        if hit.layout is not None and hit.distance <= self._most:
+            self._token_orders.add(_token_order(hit.layout))
 
     # Values that are known without a comparison.
 
@@ -162,6 +185,8 @@ class Matcher:
         if one.name in MOVES:
             if len(sources) == 1 and sources[0].tensor.shape == one.tensor.shape:
                 self._narrow_begin(one, sources[0])
+            elif one.tensor.dim() > 1:  # such as rows that fill up packed sequences
+                self._learn_rows(one, [match.value for source in sources for match in self._of[source]])
             self._of[one] = [match for source in sources for match in self._of[source]]
             return True
         same = [x for x in sources if _holds_the_same(one.tensor, x.tensor)]
@@ -205,7 +230,8 @@ class Matcher:
                 hit = self._best_arrangement(one, call, columns, values or self._values)
                 if hit is not None:
                     hits.append(hit)
-        return hits
+        # What a function with several layers returns is what its last one does.
+        return [one for one in hits if not any(self._graph.is_above(one.value, other.value) for other in hits)]
 
     def _is_free(self, use: Call, one: Watched) -> bool:
         """Return whether a use of a weight is still to be matched, and is made of what the candidate's is made of."""
@@ -231,24 +257,65 @@ class Matcher:
 
     def _best_arrangement(self, one: Watched, call: Call, columns: Tensor, values: Values) -> _Hit | None:
         value = self._result_of(call, one)
-        x, y = one.tensor, self._compute_value(value, values)
-        picked = (*x.shape[:-1], len(columns))
-        if y is None or math.prod(picked) != y.numel():
+        y = self._compute_value(value, values)
+        if y is None:
             return None
         bias = call.args[2] if call.name == "linear" and len(call.args) > 2 else call.kwargs.get("bias")
         added_later = isinstance(bias, Value) and not self._graph.lineage(bias) & self._graph.bits(one.lineage)
         lacks_bias = added_later and isinstance(bias, Value) and bool(self._graph.lineage(bias) & self._used)
         addend = self._graph.trace.tensor(bias).double() if lacks_bias and isinstance(bias, Value) else 0.0
-        best: _Hit | None = None
-        for layout in layouts(picked, tuple(y.shape)):
-            if not layout.is_whole:
-                continue
-            arrange = _arranged_columns(columns, layout)
-            tensor = arrange(x).double() + addend
-            distance = self._measure_distance(tensor, y, value)
-            if best is None or distance < best.distance:
-                best = _Hit(distance, value, arrange, tensor)
-        return best
+        found: list[_Hit] = []
+        for rows in self._rows_of(one.tensor):
+            picked = (*_shape_in(rows, one.tensor)[:-1], len(columns))
+            for layout in layouts(picked, tuple(y.shape)):
+                if layout.is_whole and math.prod(picked) == y.numel():
+                    arrange = _arranged(rows, layout, columns)
+                    found.append(self._measure_hit(one.tensor, y, value, arrange, layout, rows, addend))
+        return self._nearest(found)
+
+    def _measure_hit(
+        self,
+        x: Tensor,
+        y: Tensor,
+        value: Value,
+        arrange: Callable[[Tensor], Tensor],
+        layout: Layout,
+        rows: TokenRows | None,
+        addend: Tensor | float = 0.0,
+    ) -> _Hit:
+        held = None if rows is None or rows.is_whole else arrange(torch.ones_like(x)).bool()
+        tensor = arrange(x).double() + addend
+        return _Hit(self._measure_distance(tensor, y, value, held), value, arrange, tensor, layout, rows, held)
+
+    # Tokens that only one side has.
+
+    def _rows_of(self, x: Tensor) -> list[TokenRows | None]:
+        """Return in which rows of the reference a value of the candidate's may be: as they are, or as was learned."""
+        return [None, *(rows for rows in self._token_rows if rows.fits(x))]
+
+    def _learn_rows(self, one: Watched, among: Sequence[Value]) -> bool:
+        """Learn from a value which tokens the candidate holds, if these are some of those of one of the reference's."""
+        count = one.tensor.shape[:-1].numel()
+        if self._tried[count] == _TRIES:
+            return False
+        self._tried[count] += 1
+        for value in among:
+            shape = tuple(self._graph.trace.tensor(value).shape[:-1])
+            is_known = any((rows.count, rows.shape) == (count, shape) for rows in self._token_rows)
+            y = None if is_known else self._compute_value(value, self._values)
+            found = None if y is None else find_rows(one.tensor, y, self._most)
+            if found is not None:
+                self._token_rows.append(found)
+                return True
+        return False
+
+    def _nearest(self, hits: Sequence[_Hit]) -> _Hit | None:
+        """Return the nearest of one value's layouts; for a value that is wrong, among those of values that agree."""
+        nearest = min(hits, key=lambda hit: hit.distance, default=None)
+        if nearest is None or nearest.distance <= self._most:
+            return nearest
+        known = [hit for hit in hits if hit.layout is not None and _token_order(hit.layout) in self._token_orders]
+        return min(known, key=lambda hit: hit.distance, default=nearest)
 
     # Values that agree.
 
@@ -275,31 +342,32 @@ class Matcher:
 
     def _compare_layouts(self, x: Tensor, value: Value, values: Values) -> Iterator[_Hit]:
         """Yield the layouts in which a candidate's value, in FP64, is a value of the reference's up to rounding."""
-        found = layouts(tuple(x.shape), tuple(self._graph.trace.tensor(value).shape))
-        if not found:
-            return
-        y = self._compute_value(value, values)
-        if y is None:
-            return
-        norm = self._norm_of(y)
-        are_all_read = value.number not in self._graph.read
-        if are_all_read and x.numel() == y.numel() and abs(self._norm_of(x) - norm) > self._most * norm:
-            return  # moving elements keeps the norm
-        flat, theirs = x.flatten(), y.flatten()
-        for layout in found:
-            came, at = sample_of(layout)
-            if are_all_read and _relative_distance(flat[came], theirs[at]) > 1.5 * self._most:
+        wanted = tuple(self._graph.trace.tensor(value).shape)
+        for rows in self._rows_of(x):
+            found = layouts(_shape_in(rows, x), wanted)
+            y = self._compute_value(value, values) if found else None
+            if y is None:
                 continue
-            tensor = layout(x)
-            distance = self._measure_distance(tensor, y, value)
-            if distance <= self._most:
-                yield _Hit(distance, value, layout, tensor)
+            norm = self._norm_of(y)
+            are_all_read = value.number not in self._graph.read and rows is None
+            if are_all_read and x.numel() == y.numel() and abs(self._norm_of(x) - norm) > self._most * norm:
+                continue  # moving elements keeps the norm
+            flat, theirs = x.flatten(), y.flatten()
+            for layout in found:
+                came, at = sample_of(layout)
+                if are_all_read and _relative_distance(flat[came], theirs[at]) > 1.5 * self._most:
+                    continue
+                hit = self._measure_hit(x, y, value, _arranged(rows, layout), layout, rows)
+                if hit.distance <= self._most:
+                    yield hit
 
-    def _measure_distance(self, x: Tensor, y: Tensor, value: Value) -> float:
-        """Return how far a tensor is from a value, both in the reference's layout, in the rows that are read."""
-        rows = self._graph.read.get(value.number)
+    def _measure_distance(self, x: Tensor, y: Tensor, value: Value, held: Tensor | None = None) -> float:
+        """Return how far a tensor is from a value, both in the reference's layout, in what is held and read."""
         x = x.double()
-        return _relative_distance(x, y) if rows is None else _relative_distance(x * rows, y * rows)
+        for mask in (self._graph.read.get(value.number), held):
+            if mask is not None:
+                x, y = x * mask, y * mask
+        return _relative_distance(x, y)
 
     def _is_moved(self, value: Value) -> bool:
         """Return whether a value is matched, or only moved from matched ones."""
@@ -394,19 +462,19 @@ class Matcher:
         for value in (*earlier, *self._likely_values(one)):
             if value.number in self.found and value not in earlier:
                 continue
-            if self._graph.trace.tensor(value).numel() != one.tensor.numel():
-                continue
-            y = self._compute_value(value, self._values)
-            if y is None:
-                continue
-            near = [
-                _Hit(self._measure_distance(layout(one.tensor), y, value), value, layout, layout(one.tensor).double())
-                for layout in layouts(tuple(one.tensor.shape), tuple(y.shape))
-            ]
-            if near:
-                nearest = min(near, key=lambda hit: hit.distance)
-                if nearest.distance <= _UNRELATED:
-                    found.append(nearest)
+            wanted = tuple(self._graph.trace.tensor(value).shape)
+            near = []
+            for rows in self._rows_of(one.tensor):
+                shape = _shape_in(rows, one.tensor)
+                y = self._compute_value(value, self._values) if math.prod(shape) == math.prod(wanted) else None
+                if y is not None:
+                    near += [
+                        self._measure_hit(one.tensor, y, value, _arranged(rows, layout), layout, rows)
+                        for layout in layouts(shape, wanted)
+                    ]
+            nearest = self._nearest(near)
+            if nearest is not None and nearest.distance <= _UNRELATED:
+                found.append(nearest)
         return sorted(found, key=lambda hit: hit.distance)[:_MOST_CHOICES]
 
     def _matches_above(self, one: Watched) -> Iterator[Match]:
@@ -463,9 +531,27 @@ class Matcher:
         self._take_match(watched, hit, "output")
 
 
-def _arranged_columns(columns: Tensor, layout: Layout) -> Callable[[Tensor], Tensor]:
+def _token_order(layout: Layout) -> tuple[object, ...]:
+    """Return how a layout places tokens, whatever it does with their channels."""
+    moved = len(layout.order)
+    while moved and layout.order[moved - 1] == moved - 1:
+        moved -= 1
+    return layout.given[:2], layout.split[:moved], layout.order[:moved]
+
+
+def _shape_in(rows: TokenRows | None, x: Tensor) -> tuple[int, ...]:
+    """Return the shape of a candidate's value in the reference's rows."""
+    return tuple(x.shape) if rows is None else tuple(rows(x).shape)
+
+
+def _arranged(rows: TokenRows | None, layout: Layout, columns: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """Return a function that brings the candidate's tensors into rows, then takes columns, then lays them out."""
+    if rows is None and columns is None:
+        return layout
+
     def arrange(x: Tensor) -> Tensor:
-        return layout(x[..., columns.to(x.device)])
+        x = x if rows is None else rows(x)
+        return layout(x if columns is None else x[..., columns.to(x.device)])
 
     return arrange
 

@@ -1,0 +1,105 @@
+"""Know which tokens a candidate holds if one side packs its sequences, fills them up, or leaves tokens out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FEWEST = 8  # rows
+_PROJECTIONS = 16  # by which rows are compared
+_MOST_PAIRS = 2**23  # of a row and another that it may be; their distances take 64 MiB
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Which rows of a candidate's values are which tokens of its reference's.
+
+    Attributes:
+        count: how many rows the candidate's values have.
+        own: the numbers of those that the reference has as well, ascending.
+        theirs: their numbers among the reference's rows, in the same order.
+        shape: the dimensions in which the reference holds its rows, such as batch and positions.
+    """
+
+    count: int
+    own: Tensor
+    theirs: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the candidate holds all of the reference's rows."""
+        return len(self.theirs) == math.prod(self.shape)
+
+    def leaves_out(self, x: Tensor) -> bool:
+        """Return whether a value of the candidate's has anything in rows that the reference does not have."""
+        kept = torch.zeros(self.count, dtype=torch.bool, device=x.device)
+        kept[self.own.to(x.device)] = True
+        return bool(x.reshape(self.count, -1)[~kept].any())
+
+    def fits(self, x: Tensor) -> bool:
+        """Return whether a value of the candidate's has these rows, whatever its channels."""
+        return self.count in {math.prod(x.shape[:dims]) for dims in range(1, x.dim())}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``[*shape, *channels]``: the candidate's rows where the reference has them, and zeros elsewhere."""
+        dims = next(dims for dims in range(1, x.dim()) if math.prod(x.shape[:dims]) == self.count)
+        rows = x.flatten(0, dims - 1)
+        held = rows.new_zeros(math.prod(self.shape), *rows.shape[1:])
+        held[self.theirs.to(x.device)] = rows[self.own.to(x.device)]
+        return held.reshape(*self.shape, *rows.shape[1:])
+
+
+def find_rows(x: Tensor, y: Tensor, near: float) -> TokenRows | None:
+    """Return the rows that a candidate's value shares with a reference's; None if there is no or more than one way.
+
+    The rows must be in the same order. Rows of zeros are left out: FP8 takes only certain numbers of rows, and a port
+    may fill up packed sequences.
+
+    Args:
+        x: the candidate's value, ``[..., channels]``.
+        y: the reference's, with another number of rows.
+        near: how far two rows may be apart to count as the same, relative to the norm of the candidate's.
+    """
+    count, others = x.shape[:-1].numel(), y.shape[:-1].numel()
+    if not {x.dim(), y.dim()} <= {2, 3} or x.shape[-1] != y.shape[-1] or count == others:
+        return None
+    filled = x.flatten(0, -2).any(-1).nonzero().flatten().cpu()
+    if min(len(filled), others) < _FEWEST or count * others > _MOST_PAIRS:
+        return None
+    directions = torch.randn(x.shape[-1], _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    own, held = (one.double().cpu().flatten(0, -2) @ directions for one in (x, y))
+    own = own[filled]
+    may_be = torch.cdist(own, held) <= near * torch.linalg.vector_norm(own, dim=1, keepdim=True)
+    has_fewer = len(filled) <= others
+    chosen = _find_only_way_in_order(may_be if has_fewer else may_be.T)
+    if chosen is None:
+        return None
+    own, theirs = (filled, chosen) if has_fewer else (filled[chosen], torch.arange(others))
+    return TokenRows(count, own, theirs, tuple(y.shape[:-1]))
+
+
+def _find_only_way_in_order(may_be: Tensor) -> Tensor | None:
+    """Return which column belongs to each row, in ascending order; None if there is no way, or more than one.
+
+    Args:
+        may_be: whether a column may belong to a row, ``[rows, columns]``.
+    """
+
+    def first_ones(may_be: Tensor) -> list[int] | None:
+        found = [-1]
+        for columns in may_be:
+            after = columns[found[-1] + 1 :].nonzero()
+            if not len(after):
+                return None
+            found.append(found[-1] + 1 + int(after[0]))
+        return found[1:]
+
+    forward, backward = first_ones(may_be), first_ones(may_be.flip(0, 1))
+    last = may_be.shape[1] - 1
+    if forward is None or backward is None or forward != [last - column for column in reversed(backward)]:
+        return None
+    return torch.tensor(forward)
