@@ -83,6 +83,7 @@ class Finding:
             empty if nothing is known, and in older records.
         now: lines of the user's code as they are, if the finding knows them.
         then: the same lines as they should be.
+        place: the first stage in which the candidate departs from the reference; empty if it is not known.
     """
 
     code: str
@@ -92,6 +93,12 @@ class Finding:
     repair: str = ""
     now: tuple[str, ...] = ()
     then: tuple[str, ...] = ()
+    place: str = ""
+
+    @property
+    def told(self) -> str:
+        """The message, after the place if it is known."""
+        return f"{self.place}: {self.message}" if self.place else self.message
 
     @property
     def name(self) -> str:

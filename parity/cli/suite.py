@@ -560,7 +560,7 @@ def train(
     if together := markdown.over_seeds(curves):
         print(together)
     for result in (curve.result for curve in curves if not curve.result.passed):
-        print(f"{result.item}: {result.reason}", *(f"{one.name}: {one.message}" for one in result.findings), sep="\n  ")
+        print(f"{result.item}: {result.reason}", *(f"{one.name}: {one.told}" for one in result.findings), sep="\n  ")
     markdown.write(curves, out)
     print(f"report: {out}")
     return all(curve.result.passed for curve in curves)

@@ -75,8 +75,8 @@ def _list_causes(item: Item) -> Iterator[str]:
 def _without_repair(finding: Finding) -> str:
     """Return a finding's message without its repair, which follows on a line of its own."""
     if not finding.repair:
-        return finding.message
-    return finding.message.replace(f"if you {finding.repair}", "with this repair").replace(f"; {finding.repair}", "")
+        return finding.told
+    return finding.told.replace(f"if you {finding.repair}", "with this repair").replace(f"; {finding.repair}", "")
 
 
 def headline(item: Item) -> str:

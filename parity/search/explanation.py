@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,14 @@ from parity.search.divergence import (
 from parity.search.failure import Budget, Failure, Tried, few_outputs, on_probes, outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
 from parity.search.in_full import Explanation, exceeds_norm_limit, is_far_off, verified
-from parity.search.located import Located, explanations_of_stages, locate, place_findings
+from parity.search.located import (
+    Located,
+    describe_contradiction,
+    describe_place,
+    explanations_of_stages,
+    locate,
+    place_findings,
+)
 from parity.search.misplaced import (
     exchange_findings,
     misread_hypotheses,
@@ -75,6 +83,7 @@ from parity.search.search import (
     CHECKS_FOR_OPERANDS,
     CHECKS_FOR_SEARCH,
     CHECKS_FOR_THE_REST,
+    CHECKS_FOR_UNLIKELY,
     Screened,
     explanations,
     is_unusual,
@@ -413,13 +422,18 @@ def findings(
     lacking = [result for result in failed if not result.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
     screened = Screened() if screened is None else screened
-    located = cache(lambda: next(iter(part(lambda: locate(failure))), None))
+    located = cache(lambda: next(iter(part(lambda: locate(of_stages))), None))
+    of_stages, failure = failure, dataclasses.replace(failure, against=partial(describe_contradiction, located))
+    part = partial(_part, failure=failure)
     causes = _causes(failure, trace, unreached, screened, located) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and failure.outputs_passed:
         budget = failure.budget(CHECKS_FOR_THE_REST)
         causes = part(lambda: detached_path_findings(failure, failed, trace, budget))
     told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
     untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
+    departs = located() if located.cache_info().currsize else None
+    if causes and departs is not None:
+        causes = [dataclasses.replace(causes[0], place=describe_place(departs)), *causes[1:]]
     found = [*spoiled, *causes, *untold] or ([] if failure.draws else part(lambda: random_findings(failure)))
     if found:
         return tuple(found)
@@ -430,8 +444,8 @@ def findings(
     if misread := part(lambda: _of_misread(failure, trace, diverged)):
         return tuple(misread)
     where = part(lambda: where_the_error_is(failure, screened.untried))
-    where_it_departs = located() if finite else None
-    places = [] if where_it_departs is None else part(partial(place_findings, where_it_departs))
+    departs = located() if finite else None
+    places = [] if departs is None else part(partial(place_findings, departs))
     return (*unread, *most, *hidden, *where, *(places or (one.finding for one in diverged)))
 
 
@@ -465,6 +479,9 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
         )
 
 
+_Told = Callable[[Sequence[Explanation]], Iterator[Finding]]
+
+
 def _causes(
     failure: Failure,
     trace: Trace,
@@ -484,49 +501,71 @@ def _causes(
     def known() -> Iterator[Hypothesis]:
         return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
 
-    def find_place() -> tuple[Finding, ...]:
-        """Find where the error begins before the causes that take long, if a limit may end the search."""
-        if failure.prepared.clock.limit:
-            located()
-        return ()
+    @cache
+    def by_place() -> tuple[list[Hypothesis], list[Hypothesis]]:
+        """Return the known mistakes that may change a place where the candidate departs, and the others.
+
+        A port may also compute what is right and go on with something else, and a place may be misjudged.
+        """
+        where = located()
+        every = list(known())
+        if where is None or not where.is_in_values:
+            return every, []
+        likely = [where.suspicion.concerns(one) for one in every]
+        return list(compress(every, likely)), [
+            one for one, is_likely in zip(every, likely, strict=True) if not is_likely
+        ]
+
+    def told(explained: Sequence[Explanation]) -> Iterator[Finding]:
+        """Yield the findings of explanations that no stage contradicts, and keep the others."""
+        doubted.extend(one for one in explained if one.against)
+        yield from _told([one for one in explained if not one.against], failure)
+
+    doubted: list[Explanation] = []
+
+    def doubtful() -> Iterator[Finding]:
+        """Yield the findings of what explains everything, though the stages speak against it."""
+        unlikely = explanations(failure, by_place()[1], failure.budget(CHECKS_FOR_UNLIKELY), screened)
+        found = [*unlikely, *doubted]
+        yield from _told([one for one in found if one.complete], failure)
 
     def by_stages() -> Iterator[Finding]:
         where = located()
         if where is not None and where.is_in_values:
-            yield from _told(explanations_of_stages(failure, where, list(known())), failure)
+            yield from told(explanations_of_stages(failure, where, by_place()[0]))
 
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),
         lambda: own_recipe_findings(failure),
         lambda: shared_cache_findings(failure),
         lambda: hidden_row_findings(failure),
-        find_place,
     ]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
-        causes = [causes[0], find_place, lambda: _told(_of_one_number(failure, trace, search), failure)]
+        causes = [causes[0], lambda: _told(_of_one_number(failure, trace, search), failure)]
         return _first_found(causes, failure)
     if all(result.passed for result in failure.outputs):
-        causes.append(lambda: _by_scale_of_scores(failure, trace))
+        causes.append(lambda: _by_scale_of_scores(failure, trace, told))
         if failure.outputs_passed:
             causes.append(lambda: gradient_findings(failure, trace, failure.budget(CHECKS_FOR_THE_REST)))
     else:
         causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
     causes += [
         # A cached weight whose scale is inverted is also a cached weight; the inverted scale says more than the cache.
-        lambda: _by_scale(failure, search),
+        lambda: _by_scale(failure, search, told),
         lambda: microbatch_findings(failure),
-        lambda: _told(loss_explanations(failure, trace, search), failure),
+        lambda: told(loss_explanations(failure, trace, search)),
         lambda: whole_scale_findings(failure),
         lambda: log_prob_findings(failure, trace),
-        lambda: _told(decoding_explanations(failure, trace, failure.budget(CHECKS_FOR_DECODING)), failure),
-        lambda: _told(explanations(failure, known(), search, screened, first_order if tells else None), failure),
+        lambda: told(decoding_explanations(failure, trace, failure.budget(CHECKS_FOR_DECODING))),
+        lambda: told(explanations(failure, by_place()[0], search, screened, first_order if tells else None)),
         # A stage shows what the whole model hides, and has less noise.
         by_stages,
         # A mistake that moves rows or columns, such as one of a weight map, says more than that they are moved.
         lambda: order_findings(failure),
-        lambda: _of_other_operands(failure, trace, first_order) if tells else (),
-        lambda: _told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
-        lambda: _told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
+        lambda: _of_other_operands(failure, trace, first_order, told) if tells else (),
+        lambda: told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS))),
+        lambda: told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS))),
+        doubtful,
         lambda: scale_findings(failure),
         lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
         lambda: partly_scaled_findings(failure) if failure.outputs_passed else (),
@@ -539,7 +578,9 @@ def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], failure: Fai
     return next((found for cause in causes if (found := _part(cause, failure))), [])
 
 
-def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Iterator[Finding]:
+def _of_other_operands(
+    failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder], told: _Told
+) -> Iterator[Finding]:
     """Yield findings on calls that read another value than the reference's.
 
     So many calls could do so that one must explain every tensor, gradients included. An input that is no longer read is
@@ -553,7 +594,7 @@ def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[],
     if found:
         failed = [result for result in failure.results if not result.passed]
         yield from unread_inputs(failed, failure.candidate)
-    yield from _told(found, failure)
+    yield from told(found)
 
 
 def _by_chance(failure: Failure) -> list[Finding]:
@@ -578,14 +619,14 @@ def _of_one_number(failure: Failure, trace: Trace, budget: Budget) -> list[Expla
     return sorted(found, key=lambda explanation: explanation.misfit) if len(kinds) == 1 else []
 
 
-def _by_scale(failure: Failure, budget: Budget) -> Iterator[Finding]:
+def _by_scale(failure: Failure, budget: Budget, told: _Told) -> Iterator[Finding]:
     """Yield the mistakes that multiply weights by the scales of their quantization."""
     known = list(scale_hypotheses(failure.prepared, failure.precision))
     if known:
-        yield from _told(explanations(failure, known, budget), failure)
+        yield from told(explanations(failure, known, budget))
 
 
-def _by_scale_of_scores(failure: Failure, trace: Trace) -> Iterator[Finding]:
+def _by_scale_of_scores(failure: Failure, trace: Trace, told: _Told) -> Iterator[Finding]:
     """Yield a finding on the scale of attention's scores if outputs passed and some gradients are off by one factor.
 
     Attention that is nearly uniform shows its scale in the gradients of queries and keys, and hardly in its output.
@@ -595,7 +636,7 @@ def _by_scale_of_scores(failure: Failure, trace: Trace) -> Iterator[Finding]:
     if some and shared_factor(failure, failed, everywhere=False):
         budget = failure.budget(CHECKS_FOR_THE_REST)
         found = explanations(failure, softmax_scale_hypotheses(trace), budget)
-        yield from _told([one for one in found if one.complete], failure)
+        yield from told([one for one in found if one.complete])
 
 
 def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:
@@ -612,7 +653,7 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
     for explanation in (*complete, *(one for one in kinds.values() if not one.complete)):
         rivals = [other.hypotheses for other in complete if other is not explanation]
         of_its_own = _not_all(explanation) or _too_much(explanation, failure) or _as_any_two(explanation, failure)
-        doubts = of_its_own or _or_else(rivals) or _or_alike(explanation, explained)
+        doubts = explanation.against or of_its_own or _or_else(rivals) or _or_alike(explanation, explained)
         doubt = doubts + "".join(map(_as_if, explanation.hypotheses))
         # Mistakes with a meaning come first.
         for one in sorted(explanation.hypotheses, key=lambda one: one.scope == "call"):

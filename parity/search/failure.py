@@ -20,6 +20,7 @@ from parity.result import PROBED, Kind, TensorResult
 from parity.trace.trace import Trace
 
 if TYPE_CHECKING:
+    from parity.mistakes.hypothesis import Hypothesis
     from parity.te import Precision
 
 # The budget of a part of a search: how much it may compute.
@@ -125,6 +126,7 @@ class Failure:
             inputs, in all slices, and judged by the port's own choices. Only then gradients alone are wrong.
         effort: the share of a budget that a search may spend.
         broken: the exceptions that parts of the search have raised.
+        against: says what the stages show against mistakes made at once, as the end of a sentence; empty if nothing.
     """
 
     results: Sequence[TensorResult]
@@ -142,6 +144,7 @@ class Failure:
     outputs_passed: bool = False
     effort: float = 1.0
     broken: list[Exception] = field(default_factory=list)
+    against: Callable[[Sequence[Hypothesis]], str] = lambda mistakes: ""
 
     @cached_property
     def trace(self) -> Trace:

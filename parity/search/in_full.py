@@ -54,6 +54,7 @@ class Explanation:
         before: its relative L2 error.
         after: its relative L2 error under the hypotheses.
         results: every tensor, judged under the hypotheses.
+        against: what a stage shows against the hypotheses, as the end of a sentence; empty if nothing.
     """
 
     hypotheses: tuple[Hypothesis, ...]
@@ -63,6 +64,7 @@ class Explanation:
     before: float
     after: float
     results: Sequence[TensorResult]
+    against: str = ""
 
     @property
     def complete(self) -> bool:
@@ -115,6 +117,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         before[shown.kind, shown.name].errors.relative_l2,
         shown.errors.relative_l2,
         (*judged, *drawn),
+        failure.against(combination),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from parity.trace.trace import LINEAR, Call, Site
 _VERIFIED = 8  # suspects that are computed in full
 # Mistakes with a meaning at several places come before those at one; changes of single calls are left to the search.
 _SCOPES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",))
+_NEAREST = 2  # known mistakes that a message names if none explains a stage
 _NAMED = 3  # values at which a stage begins that a message names
 _ROWS = 0.25  # a dimension tells where the error is if at most this share of its indices has most of it
 _MOST_OF_IT = 0.9
@@ -87,33 +88,55 @@ def explanations_of_stages(failure: Failure, located: Located, known: Sequence[H
     return []
 
 
+def describe_contradiction(find_place: Callable[[], Located | None], mistakes: Sequence[Hypothesis]) -> str:
+    """Say what the stages show against mistakes that are made at once; return an empty text if they show nothing."""
+    located = find_place()
+    found = None if located is None else located.suspicion.contradiction(mistakes)
+    if found is None:
+        return ""
+    left = f"is {found.ratio:.2g} times the expected error off" if math.isfinite(found.ratio) else "fits nothing"
+    return f"; but {describe_stage(found.stage)}, what follows from the candidate's own values {left} with it"
+
+
 # Words for a place.
 
 
-def place_findings(located: Located) -> Iterator[Finding]:
-    """Yield a finding on the first stage that is off: the first forward one, else the first of the backward pass.
-
-    Nothing is told of a stage that holds many layers.
-    """
+def describe_place(located: Located) -> str:
+    """Return the words for the first stage that is off, a forward one if any is; empty if it holds many layers."""
     flagged = located.stages.flagged
     if not flagged or _count_layers(located, flagged[0].stage) > _LAYERS:
+        return ""
+    stage = flagged[0].stage
+    return f"after the {_describe_site(stage.end)}" if stage.changed_later else describe_stage(stage)
+
+
+def place_findings(located: Located) -> Iterator[Finding]:
+    """Yield a finding on the first stage that is off, if its place can be told."""
+    place = describe_place(located)
+    if not place:
         return
-    first = flagged[0]
+    first = located.stages.flagged[0]
     stages = [one for one in located.stages.all if one.stage.backward == first.stage.backward]
     right = sum(not is_flagged(one) for one in stages)
     others = len(stages) - right - 1
     more = f", {others} later {'one does' if others == 1 else 'ones do'} not" if others else ""
     counted = f"{right} of {len(stages)} stages of the {'backward' if first.stage.backward else 'forward'} pass agree"
-    what = "the gradient there" if first.stage.backward else "its result"
     if first.stage.changed_later:
-        at = f"the {_describe_site(first.stage.end)}"
-        where = f"after {at}: it computes what the reference does there, and then goes on with another value, which"
-        advice = f"look at what the candidate does with the result of {at}"
+        measured = "it computes what the reference does there, and then goes on with another value, which"
+        advice = f"look at what the candidate does with the result of the {_describe_site(first.stage.end)}"
     else:
-        where = f"{describe_stage(first.stage)}: computed again from the candidate's own values before it, {what}"
+        what = "the gradient there" if first.stage.backward else "its result"
+        measured = f"computed again from the candidate's own values before it, {what}"
         advice = "look at what the candidate computes there" + _advise_to_compare(first.stage)
-    message = f"the candidate departs from the reference {where} {_describe_size(first)}"
-    yield repairable("first-divergence", f"{message}{_describe_part(located, first)}. {counted}{more}", advice)
+    message = f"the candidate departs from the reference {place}: {measured} {_describe_size(first)}"
+    told = f"{message}{_describe_part(located, first)}. {counted}{more}{_describe_nearest(located)}"
+    yield repairable("first-divergence", told, advice)
+
+
+def _describe_nearest(located: Located) -> str:
+    """Say which known mistakes come nearest to what the candidate computes there."""
+    near = [f"{one.name} (leaves {left:.0%} of the error there)" for left, one in located.suspicion.nearest(_NEAREST)]
+    return f". Perhaps it is like {' or '.join(near)}: no known mistake comes nearer" if near else ""
 
 
 def _count_layers(located: Located, stage: Stage) -> int:

@@ -579,7 +579,8 @@ class _Fit:
         loss = _squared_error(self._failure, self._outputs, division.one, share)
         if loss is None or not bool(loss.isfinite()):
             return math.inf, torch.zeros_like(at)
-        (gradient,) = torch.autograd.grad(loss, [leaf])
+        # A choice, as of the best experts, has no gradient.
+        (gradient,) = torch.autograd.grad(loss, [leaf], allow_unused=True, materialize_grads=True)
         return loss.item(), gradient
 
 

@@ -69,6 +69,9 @@ CHECKS_FOR_DECODING = 1.0
 CHECKS_FOR_OPERANDS = 2.0
 """The same for calls that read other values than the reference's; half of it is for listing them."""
 
+CHECKS_FOR_UNLIKELY = 2.0
+"""The same for mistakes that change nothing where the candidate departs from its reference."""
+
 CHECKS_FOR_FILTERS = 2.0
 """The same for matched filters, which are tried after all of these have found nothing."""
 
@@ -185,11 +188,13 @@ def explanations(
         failure: a failure whose candidate's outputs are finite.
         hypotheses: the hypotheses to try, the likeliest first.
         budget: the search's budget.
-        screened: gets the partial results if nothing explains the error.
+        screened: is given the partial results, beside those that it has, if nothing explains the error.
         first_order: first-order effects of mistakes, by which those at single places are ordered and parts of a place
             are found; None to do neither.
     """
     known = list(hypotheses)
+    if not known:
+        return []
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
     search = _Search(failure, screen, cache(partial(verified, failure)), cache(partial(GradientScreen, failure)))
     one_by_one = _OneByOne()
@@ -206,11 +211,12 @@ def explanations(
         fitted = (entry for entry in one_by_one.fitted if entry[0] < _BY_A_CONSTANT)
         helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
         best = min(helping, key=lambda entry: entry[0], default=None)
-        screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
+        if best is not None and best[0] < min(_MOST_OF_IT, math.inf if screened.best is None else screened.best[0]):
+            screened.best = best
         help_a_bit = {one for share, (one,) in ranked if share < (HELPS_LITTLE if one.tuned else HELPS)}
         untried = set(known) - one_by_one.tried
-        screened.helping = {(one.title, one.name) for one in help_a_bit | untried}
-        screened.untried = len(untried)
+        screened.helping |= {(one.title, one.name) for one in help_a_bit | untried}
+        screened.untried += len(untried)
     return found
 
 
@@ -293,7 +299,8 @@ def _complete(search: _Search, found: list[Explanation]) -> list[Explanation]:
 
 def _ends_the_search(one: Explanation) -> bool:
     left = one.left
-    return left is None or left.errors.relative_l2 <= FAITHFUL * left.expected.relative_l2
+    is_right = left is None or left.errors.relative_l2 <= FAITHFUL * left.expected.relative_l2
+    return is_right and not one.against
 
 
 def _has_unusual(one: Explanation) -> bool:
@@ -474,7 +481,7 @@ def _screened(
         if search.screen.is_exact(entry):
             for nearest in (*sharper(search.screen, entry, budget), entry):
                 explanation = search.explanation(nearest[1])
-                if explanation is not None and explanation.complete:
+                if explanation is not None and explanation.complete and not explanation.against:
                     return [
                         *_best_of_its_place(search, explanation, nearest, entries),
                         *_find_rivals(search, explanation, nearest, entries),
@@ -576,7 +583,9 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
     best = min((one.misfit for one in found if one.complete), default=math.inf)
     # Explanations that fit equally well up to rounding stay in the order of the screen, which is not chance, except
     # that numbers that people write come first.
-    return sorted(found, key=lambda one: (not one.complete, max(one.misfit, AS_WELL * best), _has_unusual(one)))
+    return sorted(
+        found, key=lambda one: (bool(one.against), not one.complete, max(one.misfit, AS_WELL * best), _has_unusual(one))
+    )
 
 
 def _refitted(search: _Search, fitted: Sequence[Ranked], budget: Budget) -> list[Ranked]:

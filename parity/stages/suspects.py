@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.hypothesis import Hypothesis, ReadWeights, together
 from parity.numerics.errors import TINY
 from parity.numerics.golden import in_fp64
 from parity.passes.nominal_clock import Clock
 from parity.passes.prepare import Prepared
-from parity.stages.graph import Values
-from parity.stages.judge import Judged
+from parity.stages.graph import Values, laid_out_as
+from parity.stages.judge import Judged, Stage
 from parity.stages.locate import RATIO, Stages, is_flagged
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, Site, Value, grouped
 
+_AGAINST = 2.0 * RATIO  # under a mistake that the candidate makes, rounding may cost more, and a constant is not exact
 _HELPS = 0.9  # a mistake whose number is worth fitting leaves less than this share of a stage's error
+NEAR = 0.5
+"""A mistake that leaves at most this share of a region's error comes near to what the candidate does."""
+
 _MOST_FITTED = 6  # mistakes whose number is fitted
 _FITTED_WITHIN = 4.0  # times the best known number, in both directions
 _EVALUATIONS = 24
@@ -45,6 +49,19 @@ class Suspect:
     mistake: Hypothesis
     explained: frozenset[Site]
     misfit: float
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Where mistakes leave, or make, an error that rounding does not explain.
+
+    Attributes:
+        stage: the stage.
+        ratio: of its error to the expected one.
+    """
+
+    stage: Stage
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,7 @@ class Suspicion:
     """
 
     def __init__(self, prepared: Prepared, stages: Stages, is_over: Callable[[], bool]) -> None:
+        self._prepared = prepared
         self._stages = stages
         self._graph = stages.graph
         self._clock: Clock = prepared.clock
@@ -90,6 +108,7 @@ class Suspicion:
         self._regions: dict[int, list[_Region]] = {}
         self._up_to: dict[int, _Region] = {}
         self._unchanged: dict[int, float] = {}
+        self._near: list[tuple[float, Hypothesis]] = []
         self.flagged = frozenset(one.stage.end for one in self._forward if is_flagged(one))
 
     def explanations(self, known: Iterable[Hypothesis]) -> list[Suspect]:
@@ -102,10 +121,17 @@ class Suspicion:
             suspect, left = self._try_mistake(mistake)
             if suspect is not None:
                 found.append(suspect)
-            elif mistake.tuned is not None and left < _HELPS:
+                continue
+            self._near += [(left, mistake)] if left <= NEAR else []
+            if mistake.tuned is not None and left < _HELPS:
                 partly.append((left, mistake))
         found += self._fit_numbers(partly)
         return sorted(found, key=lambda one: (-len(one.explained), one.misfit))
+
+    def nearest(self, count: int) -> list[tuple[float, Hypothesis]]:
+        """Return tried mistakes of different kinds that explain most of a region's error, with the share left."""
+        kinds = grouped(sorted(self._near, key=lambda entry: entry[0]), lambda entry: entry[1].title)
+        return [some[0] for some in kinds.values()][:count]
 
     def concerns(self, mistake: Hypothesis) -> bool:
         """Return whether a mistake changes a region that is off, a weight read just before it, or what no stage shows.
@@ -125,16 +151,36 @@ class Suspicion:
     @cached_property
     def _before_flagged(self) -> set[int]:
         """The numbers of the linear layers' results that regions which are off begin with."""
-        ends = {region.end for one in self._forward for region in self._regions_of(one) if region.flagged}
-        return {
-            anchor.number
-            for end in ends
-            for anchor in self._anchors
-            if self._graph.is_above(anchor, end)
-            and not any(
-                self._graph.is_above(anchor, other) and self._graph.is_above(other, end) for other in self._anchors
-            )
-        }
+        return {number for number, regions in self._after.items() if any(region.flagged for region in regions)}
+
+    @cached_property
+    def _after(self) -> Mapping[int, list[_Region]]:
+        """The regions that begin with each linear layer's result, by its number."""
+        regions = {region.end.number: region for one in self._forward for region in self._regions_of(one)}
+        found: dict[int, list[_Region]] = {}
+        for region in regions.values():
+            above = [one for one in self._anchors if self._graph.is_above(one, region.end)]
+            for anchor in above:
+                if not any(self._graph.is_above(anchor, other) for other in above):
+                    found.setdefault(anchor.number, []).append(region)
+        return found
+
+    def contradiction(self, mistakes: Sequence[Hypothesis]) -> Contradiction | None:
+        """Return what speaks against these mistakes, made at once; None if nothing does, or if it cannot be told.
+
+        Such mistakes change no place that is off, or leave one wrong that they change, or spoil one that is right.
+        """
+        if self.flagged and not all(map(self.concerns, mistakes)):
+            first = next(one for one in self._forward if is_flagged(one))
+            return Contradiction(first.stage, first.ratio)
+        joined = _join([one for one in mistakes if one.returned is None])
+        regions = [] if joined is None else self._find_touched(joined)
+        if joined is None or not regions or (joined.read and not any(region.flagged for region in regions)):
+            return None
+        worst, end = max(
+            ((self._ratio_under(region, joined), region.end) for region in regions), key=lambda one: one[0]
+        )
+        return None if worst <= _AGAINST else Contradiction(self._stages_by_number[end.number].stage, worst)
 
     def _try_mistake(self, mistake: Hypothesis) -> tuple[Suspect | None, float]:
         """Return a mistake if it explains all that it touches, and the least share of an error that it leaves."""
@@ -194,23 +240,39 @@ class Suspicion:
                 yield suspect
 
     def _find_touched(self, mistake: Hypothesis) -> list[_Region]:
-        """Return the regions that a mistake changes; none if it changes more than calls and weights."""
+        """Return the regions that a mistake changes; none if it changes more than calls and weights.
+
+        If a layer's result is right, a change of it is made to what follows from it.
+        """
         if mistake.around is not None or mistake.returned is not None:
             return []
         sites = [one.site for one in mistake.edits if one.detached is None]
         touched = {one.stage.number: one for site in sites for one in self._by_site.get(site, ())}
         for name in self._changed_parameters(mistake):
             touched.update((one.stage.number, one) for one in self._by_parameter.get(name, ()))
-        regions = {region.end.number: region for one in touched.values() for region in self._regions_of(one)}
-        return list(regions.values())
+        followed = {self._right_anchors[site] for site in sites if site in self._right_anchors}
+        own = [region for number, one in touched.items() if number not in followed for region in self._regions_of(one)]
+        after = [region for number in followed for region in self._after.get(number, ())]
+        return list({region.end.number: region for region in (*own, *after)}.values())
+
+    @cached_property
+    def _right_anchors(self) -> Mapping[Site, int]:
+        """The numbers of the linear layers' results that are right, by the calls that return them."""
+        right = (one for one in self._anchors if one.number in self._stages_by_number)
+        return {one.site: one.number for one in right if not is_flagged(self._stages_by_number[one.number])}
 
     def _changed_parameters(self, mistake: Hypothesis) -> dict[str, Tensor]:
         if mistake.read is None:
             return {}
-        trace = self._graph.trace
-        now = {name: trace.tensors[number] for name, number in self._parameters.items()}
         with torch.no_grad(), in_fp64():
-            return {name: x for name, x in mistake.read(now).items() if name in self._parameters}
+            return {name: x for name, x in mistake.read(self._now).items() if name in self._parameters}
+
+    @cached_property
+    def _now(self) -> Mapping[str, Tensor]:
+        """All of the reference's parameters in FP64, also those that no call reads."""
+        read = {name: self._graph.trace.tensors[number] for name, number in self._parameters.items()}
+        every = self._prepared.reference.named_parameters(remove_duplicate=False)
+        return {name: x.detach().double() for name, x in every} | read
 
     def _ratio_under(self, region: _Region, mistake: Hypothesis | None) -> float:
         """Return the error that a mistake leaves at the end of a region, over the expected one; infinite for none."""
@@ -229,18 +291,59 @@ class Suspicion:
             self._unchanged[end] = ratio
         return ratio
 
+    def _edit_anchors(self, given: dict[int, Tensor], edits: Sequence[Edit], end: Value) -> dict[int, Tensor]:
+        """Return what right results of layers, which are given, become by edits.
+
+        Raises:
+            Misfit: if an edit cannot be made.
+        """
+        values, changed = Values(self._graph, given), dict[int, Tensor]()
+        for one in edits:
+            number = self._right_anchors.get(one.site, end.number)
+            if one.detached is None and number != end.number and number in given:
+                was = changed.get(number, given[number])
+                needed = (values.get(self._graph.same_value(value)) for value in one.needs)
+                try:
+                    changed[number] = laid_out_as(one.compute(was, *needed), was)
+                except Exception as error:  # an edit may raise anything on values that it does not expect
+                    raise Misfit("a layer's result cannot be changed so") from error
+        return changed
+
     def _measure_misfit(self, end: Value, given: dict[int, Tensor], edits: Sequence[Edit]) -> float:
         """Return the relative error of the candidate's value if it is computed with edits; infinite if it cannot be."""
         match = self._stages.found[end.number]
         try:
-            x = Values(self._graph, given, edits).get(end).double()
+            x = Values(self._graph, given | self._edit_anchors(given, edits, end), edits).get(end).double()
         except Misfit:
             return math.inf
         norm = torch.linalg.vector_norm(x).item()
         if x.shape != match.end.shape or not math.isfinite(norm) or norm == 0.0:
             return math.inf
-        rows = self._graph.read.get(end.number, torch.tensor(True))
-        return torch.linalg.vector_norm(torch.where(rows, match.end - x, 0.0)).item() / norm
+        apart = match.end - x
+        read = (rows for rows in (self._graph.read, self._stages.rows_read) if end.number in rows)
+        masked = (torch.where(rows[end.number], apart, 0.0) for rows in read)
+        return min(torch.linalg.vector_norm(one).item() for one in (apart, *masked)) / norm
+
+
+def _join(mistakes: Sequence[Hypothesis]) -> Hypothesis | None:
+    """Return mistakes that are made at once as one; None if they change the same thing."""
+    if not mistakes:
+        return None
+    joined = mistakes[0]
+    for one in mistakes[1:]:
+        edits = together(joined.edits, one.edits)
+        if edits is None:
+            return None
+        reads = tuple(each.read for each in (joined, one) if each.read is not None)
+        joined = replace(joined, edits=edits, read=partial(_read_in_turn, reads) if reads else None)
+    return joined
+
+
+def _read_in_turn(reads: Sequence[ReadWeights], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    changed: dict[str, Tensor] = {}
+    for read in reads:
+        changed |= read({**parameters, **changed})
+    return changed
 
 
 def _log_of_ratio(
