@@ -30,6 +30,7 @@ from parity.result import Kind
 from parity.stages.graph import MOVES, Graph, laid_out_as
 from parity.stages.layouts import Layout
 from parity.stages.match import Evidence, Match
+from parity.stages.token_rows import are_left_out
 from parity.stages.watch import Watched
 from parity.trace.calls import edited, is_in_place, mapped, tensors_in
 from parity.trace.trace import Call, Edit, Site, Value
@@ -359,8 +360,10 @@ class _Passes:
     def _may_cut(self, match: Match) -> bool:
         """Return whether a candidate's value is one through which all gradients of the reference's go."""
         gradient = match.watched.gradient
-        if match.rows is not None and gradient is not None and match.rows.leaves_out(gradient):
-            return False
+        if match.rows is not None and gradient is not None:
+            alike = [other.rows for other in self.found.values() if other.watched is match.watched]
+            if are_left_out(gradient, [rows for rows in alike if rows is not None]):
+                return False
         if match.evidence in ("weights", "output"):
             return True
         is_whole = not isinstance(match.arrange, Layout) or match.arrange.is_whole

@@ -132,23 +132,28 @@ class Matcher:
             self._match_output(name, x, seen)
 
     def _match_value(self, one: Watched) -> bool:
-        """Match a value of the candidate's if it fits one; return whether it does."""
+        """Match a value of the candidate's if it fits one, or several with rows of each; return whether it does."""
         hits = self._by_weights(one)
-        nearest = None if hits else self._find_agreeing(one, self._values)
-        if not hits and nearest is None and self._learn_rows(one, self._likely_values(one)):
+        near = [] if hits else self._list_agreeing(one, self._values)
+        agrees = bool(near) or (bool(hits) and max(hit.distance for hit in hits) <= self._most)
+        if not agrees and self._learn_rows(one, self._likely_values(one)):
             hits = self._by_weights(one)
-            nearest = self._find_agreeing(one, self._values)
+            near = [] if hits else self._list_agreeing(one, self._values)
         if hits and max(hit.distance for hit in hits) > self._most and self._assume_arguments(one, hits):
             hits = self._by_weights(one)
-        for hit in hits:
-            self._take_match(one, hit, "weights")
-        if hits:
+        is_matched = bool(hits)
+        while hits:
+            for hit in hits:
+                self._take_match(one, hit, "weights")
+            # The same layer may be called again, with other rows.
+            hits = [hit for hit in self._by_weights(one) if hit.rows is not None and hit.distance <= self._most]
+        if is_matched:
             return True
-        if nearest is None and self._assume_arguments(one, ()):
-            nearest = self._find_agreeing(one, self._values)
-        if nearest is not None:
-            self._take_match(one, nearest, "agrees")
-        return nearest is not None
+        if not near and self._assume_arguments(one, ()):
+            near = self._list_agreeing(one, self._values)
+        for hit in near:
+            self._take_match(one, hit, "agrees")
+        return bool(near)
 
     @property
     def _most(self) -> float:
@@ -299,28 +304,40 @@ class Matcher:
         if self._tried[count] == _TRIES:
             return False
         self._tried[count] += 1
+        before = len(self._token_rows)
         for value in among:
-            shape = tuple(self._graph.trace.tensor(value).shape[:-1])
-            is_known = any((rows.count, rows.shape) == (count, shape) for rows in self._token_rows)
-            y = None if is_known else self._compute_value(value, self._values)
+            y = self._compute_value(value, self._values)
             found = None if y is None else find_rows(one.tensor, y, self._most)
-            if found is not None:
+            if found is not None and not any(map(found.equals, self._token_rows)):
                 self._token_rows.append(found)
-                return True
-        return False
+        return len(self._token_rows) > before
 
     def _nearest(self, hits: Sequence[_Hit]) -> _Hit | None:
         """Return the nearest of one value's layouts; for a value that is wrong, among those of values that agree."""
         nearest = min(hits, key=lambda hit: hit.distance, default=None)
         if nearest is None or nearest.distance <= self._most:
             return nearest
+        hits = [hit for hit in hits if self._has_only_rows(hit)]
+        nearest = min(hits, key=lambda hit: hit.distance, default=None)
         known = [hit for hit in hits if hit.layout is not None and _token_order(hit.layout) in self._token_orders]
         return min(known, key=lambda hit: hit.distance, default=nearest)
+
+    def _has_only_rows(self, hit: _Hit) -> bool:
+        """Return whether a value's tokens are known without its numbers: two experts may be given equally many."""
+        if hit.rows is None:
+            return True
+        alike = [rows for rows in self._token_rows if (rows.count, rows.shape) == (hit.rows.count, hit.rows.shape)]
+        above = (match for match in self.found.values() if match.rows is hit.rows)
+        return len(alike) == 1 or any(self._graph.is_above(match.value, hit.value) for match in above)
 
     # Values that agree.
 
     def _find_agreeing(self, one: Watched, values: Values, below: Sequence[Value] = ()) -> _Hit | None:
         """Return the value that the candidate's equals up to rounding: the nearest, and the first of those as near."""
+        return next(iter(self._list_agreeing(one, values, below)), None)
+
+    def _list_agreeing(self, one: Watched, values: Values, below: Sequence[Value] = ()) -> list[_Hit]:
+        """Return the same, and for other rows of the candidate's value the values that these equal."""
         x = one.tensor.double()
         hits = [
             hit
@@ -329,9 +346,14 @@ class Matcher:
             for hit in self._compare_layouts(x, value, values)
         ]
         if not hits:
-            return None
+            return []
         nearest = min(hit.distance for hit in hits)
-        return min((hit for hit in hits if hit.distance <= _AS_NEAR * nearest), key=lambda hit: hit.value.number)
+        best = min((hit for hit in hits if hit.distance <= _AS_NEAR * nearest), key=lambda hit: hit.value.number)
+        found = [best]
+        for hit in sorted(hits, key=lambda hit: hit.distance):
+            if not any(hit.value == other.value or not _are_apart(hit.rows, other.rows) for other in found):
+                found.append(hit)
+        return found
 
     def _compute_value(self, value: Value, values: Values) -> Tensor | None:
         """Return a value in FP64; None if it cannot be computed from what is matched."""
@@ -537,6 +559,11 @@ def _token_order(layout: Layout) -> tuple[object, ...]:
     while moved and layout.order[moved - 1] == moved - 1:
         moved -= 1
     return layout.given[:2], layout.split[:moved], layout.order[:moved]
+
+
+def _are_apart(rows: TokenRows | None, others: TokenRows | None) -> bool:
+    """Return whether two lists of the candidate's rows have none in common."""
+    return rows is not None and others is not None and not bool(torch.isin(rows.own, others.own).any())
 
 
 def _shape_in(rows: TokenRows | None, x: Tensor) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +35,10 @@ class TokenRows:
         """Whether the candidate holds all of the reference's rows."""
         return len(self.theirs) == math.prod(self.shape)
 
-    def leaves_out(self, x: Tensor) -> bool:
-        """Return whether a value of the candidate's has anything in rows that the reference does not have."""
-        kept = torch.zeros(self.count, dtype=torch.bool, device=x.device)
-        kept[self.own.to(x.device)] = True
-        return bool(x.reshape(self.count, -1)[~kept].any())
+    def equals(self, other: TokenRows) -> bool:
+        """Return whether others are the same rows of as many."""
+        same = self.count == other.count and self.shape == other.shape and len(self.own) == len(other.own)
+        return same and bool((self.own == other.own).all()) and bool((self.theirs == other.theirs).all())
 
     def fits(self, x: Tensor) -> bool:
         """Return whether a value of the candidate's has these rows, whatever its channels."""
@@ -51,6 +51,15 @@ class TokenRows:
         held = rows.new_zeros(math.prod(self.shape), *rows.shape[1:])
         held[self.theirs.to(x.device)] = rows[self.own.to(x.device)]
         return held.reshape(*self.shape, *rows.shape[1:])
+
+
+def are_left_out(x: Tensor, known: Sequence[TokenRows]) -> bool:
+    """Return whether a value of the candidate's has anything in rows that are in none of these."""
+    count = known[0].count
+    kept = torch.zeros(count, dtype=torch.bool)
+    for rows in known:
+        kept[rows.own] = True
+    return bool(x.reshape(count, -1)[~kept.to(x.device)].any())
 
 
 def find_rows(x: Tensor, y: Tensor, near: float) -> TokenRows | None:
@@ -75,11 +84,20 @@ def find_rows(x: Tensor, y: Tensor, near: float) -> TokenRows | None:
     own = own[filled]
     may_be = torch.cdist(own, held) <= near * torch.linalg.vector_norm(own, dim=1, keepdim=True)
     has_fewer = len(filled) <= others
-    chosen = _find_only_way_in_order(may_be if has_fewer else may_be.T)
+    may_be = may_be if has_fewer else may_be.T
+    block = _find_only_block(may_be)
+    chosen = _find_only_way_in_order(may_be) if block is None else block
     if chosen is None:
         return None
     own, theirs = (filled, chosen) if has_fewer else (filled[chosen], torch.arange(others))
     return TokenRows(count, own, theirs, tuple(y.shape[:-1]))
+
+
+def _find_only_block(may_be: Tensor) -> Tensor | None:
+    """Return the neighbouring columns that belong to all rows, as the tokens of one expert do; None if not one way."""
+    rows, columns = may_be.shape
+    fits = [first for first in range(columns - rows + 1) if may_be[:, first : first + rows].diagonal().all()]
+    return torch.arange(fits[0], fits[0] + rows) if len(fits) == 1 else None
 
 
 def _find_only_way_in_order(may_be: Tensor) -> Tensor | None:
