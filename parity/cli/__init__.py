@@ -118,6 +118,34 @@ def list_cases(paths: Paths = None) -> None:
 
 @add_command(
     app,
+    "parity trace my_pairs.py::llama",
+    "parity trace my_pairs.py::llama -p fp8_current --gradients",
+)
+def trace(
+    target: Annotated[
+        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
+    ],
+    precision: Annotated[str, typer.Option("-p", "--precision", help="The precision to run in.")] = "bf16",
+    size: Annotated[int, typer.Option(help="Which of the pair's sizes, from 0.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    backend: BackendName = "auto",
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="List the stages of the backward pass that are right as well.")
+    ] = False,
+) -> None:
+    """Show the error that each stage of a pair adds, beside the expected one, whether the pair passes or not.
+
+    The exit code is 1 if a stage has a larger error than rounding explains.
+    """
+    from parity.cli import stages
+    from parity.plugin.options import check_precisions
+
+    check_precisions((precision,), "--precision")
+    raise typer.Exit(0 if stages.trace(target, size, seed, precision, backend, gradients) else 1)
+
+
+@add_command(
+    app,
     "parity suggest-map my_pairs.py::mlp",
     "parity suggest-map my_pairs.py::mlp --afresh --max-runs 1000",
     "parity suggest-map my_pairs.py::mlp --ranks tp=2",

@@ -66,6 +66,8 @@ def _explain_margin(result: Result) -> Iterator[str]:
 def _list_causes(item: Item) -> Iterator[str]:
     """Yield each finding with its repair, if it has one. The message's first line already names the first finding."""
     for index, finding in enumerate(findings(item)):
+        if finding.place:
+            yield f"where: the candidate departs from the reference {finding.place}"
         told = _without_repair(finding)
         yield f"why: {told}" if index == 0 else f"why, too: {finding.name}: {told}"
         if finding.repair:
@@ -75,8 +77,8 @@ def _list_causes(item: Item) -> Iterator[str]:
 def _without_repair(finding: Finding) -> str:
     """Return a finding's message without its repair, which follows on a line of its own."""
     if not finding.repair:
-        return finding.told
-    return finding.told.replace(f"if you {finding.repair}", "with this repair").replace(f"; {finding.repair}", "")
+        return finding.message
+    return finding.message.replace(f"if you {finding.repair}", "with this repair").replace(f"; {finding.repair}", "")
 
 
 def headline(item: Item) -> str:

@@ -34,9 +34,7 @@ from parity.passes.prepare import Prepared, cast
 from parity.result import PROBED, Finding, TensorResult
 from parity.search.borders import border_explanations, decoding_explanations, restart_explanations
 from parity.search.divergence import (
-    Divergence,
     ended_early,
-    first_divergence,
     scale_findings,
     shared_factor,
     where_the_error_is,
@@ -53,12 +51,8 @@ from parity.search.located import (
     locate,
     place_findings,
 )
-from parity.search.misplaced import (
-    exchange_findings,
-    misread_hypotheses,
-    order_findings,
-    other_operand_hypotheses,
-)
+from parity.search.misplaced import exchange_findings, order_findings
+from parity.search.operands import other_operand_hypotheses
 from parity.search.precision_mistakes import log_prob_findings, precision_findings, scale_hypotheses
 from parity.search.reruns import (
     buffer_findings,
@@ -433,32 +427,17 @@ def findings(
     untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
     departs = located() if located.cache_info().currsize else None
     if causes and departs is not None:
-        causes = [dataclasses.replace(causes[0], place=describe_place(departs)), *causes[1:]]
+        causes = [dataclasses.replace(causes[0], place=describe_place(departs.stages)), *causes[1:]]
     found = [*spoiled, *causes, *untold] or ([] if failure.draws else part(lambda: random_findings(failure)))
     if found:
         return tuple(found)
     unread = unread_inputs(failed, failure.candidate)
     most = part(lambda: _most_of_it(failure, screened.best))
     hidden = part(lambda: hidden_row_hints(failure)) if finite else []
-    diverged = part(lambda: first_divergence(failure, trace)) if finite else []
-    if misread := part(lambda: _of_misread(failure, trace, diverged)):
-        return tuple(misread)
     where = part(lambda: where_the_error_is(failure, screened.untried))
     departs = located() if finite else None
     places = [] if departs is None else part(partial(place_findings, departs))
-    return (*unread, *most, *hidden, *where, *(places or (one.finding for one in diverged)))
-
-
-def _of_misread(failure: Failure, trace: Trace, diverged: Sequence[Divergence]) -> Iterator[Finding]:
-    """Yield a finding if the first submodule that differs is given the wrong value, and this explains everything."""
-    known = [
-        hypothesis
-        for one in diverged
-        if one.given is not None and failure.among is None
-        for hypothesis in misread_hypotheses(failure.prepared.weights, trace, one.module, one.given)
-    ]
-    found = explanations(failure, known, failure.budget(CHECKS_FOR_OPERANDS)) if known else []
-    yield from _told([one for one in found if one.complete], failure)
+    return (*unread, *most, *hidden, *where, *places)
 
 
 def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
@@ -562,7 +541,7 @@ def _causes(
         by_stages,
         # A mistake that moves rows or columns, such as one of a weight map, says more than that they are moved.
         lambda: order_findings(failure),
-        lambda: _of_other_operands(failure, trace, first_order, told) if tells else (),
+        lambda: _of_other_operands(failure, trace, located, told),
         lambda: told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS))),
         lambda: told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS))),
         doubtful,
@@ -579,17 +558,18 @@ def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], failure: Fai
 
 
 def _of_other_operands(
-    failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder], told: _Told
+    failure: Failure, trace: Trace, located: Callable[[], Located | None], told: _Told
 ) -> Iterator[Finding]:
     """Yield findings on calls that read another value than the reference's.
 
     So many calls could do so that one must explain every tensor, gradients included. An input that is no longer read is
     reported first.
     """
-    if failure.among is not None or not exceeds_norm_limit(failure):
+    where = located()
+    if failure.among is not None or where is None or not where.is_in_values:
         return
     budget = failure.budget(CHECKS_FOR_OPERANDS)
-    listed = other_operand_hypotheses(trace, first_order(), budget.share(0.5))
+    listed = list(other_operand_hypotheses(where, trace, budget.share(0.5)))
     found = [one for one in explanations(failure, listed, budget) if one.complete]
     if found:
         failed = [result for result in failure.results if not result.passed]

@@ -101,10 +101,10 @@ def describe_contradiction(find_place: Callable[[], Located | None], mistakes: S
 # Words for a place.
 
 
-def describe_place(located: Located) -> str:
+def describe_place(stages: Stages) -> str:
     """Return the words for the first stage that is off, a forward one if any is; empty if it holds many layers."""
-    flagged = located.stages.flagged
-    if not flagged or _count_layers(located, flagged[0].stage) > _LAYERS:
+    flagged = stages.flagged
+    if not flagged or _count_layers(stages, flagged[0].stage) > _LAYERS:
         return ""
     stage = flagged[0].stage
     return f"after the {_describe_site(stage.end)}" if stage.changed_later else describe_stage(stage)
@@ -112,7 +112,7 @@ def describe_place(located: Located) -> str:
 
 def place_findings(located: Located) -> Iterator[Finding]:
     """Yield a finding on the first stage that is off, if its place can be told."""
-    place = describe_place(located)
+    place = describe_place(located.stages)
     if not place:
         return
     first = located.stages.flagged[0]
@@ -139,9 +139,9 @@ def _describe_nearest(located: Located) -> str:
     return f". Perhaps it is like {' or '.join(near)}: no known mistake comes nearer" if near else ""
 
 
-def _count_layers(located: Located, stage: Stage) -> int:
+def _count_layers(stages: Stages, stage: Stage) -> int:
     """Return how many linear layers with weights are in a stage, several of which one module of TE may compute."""
-    parameters = located.stages.graph.trace.parameters
+    parameters = stages.graph.trace.parameters
     linear = (call for call in stage.calls if call.name in LINEAR)
     return sum(any(value.number in parameters for value in call.inputs) for call in linear if not stage.backward)
 
@@ -162,6 +162,11 @@ def describe_stage(stage: Stage) -> str:
         return f"in {where}, in the gradient at the {_describe_site(stage.end)}"
     begins = few_of([f"the {_describe_site(site)}" for site in stage.begins], _NAMED) or "the inputs"
     return f"in {where}, between {begins} and the {_describe_site(stage.end)}"
+
+
+def describe_end(stage: Stage) -> str:
+    """Return the words for the value that a stage ends with, or for a gradient, its parameter or where it begins."""
+    return f"d {stage.parameter}" if stage.parameter else f"{'d ' * stage.backward}{_describe_site(stage.end)}"
 
 
 def _describe_module(stage: Stage) -> str:

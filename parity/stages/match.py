@@ -224,7 +224,8 @@ class Matcher:
             if held is None:
                 continue
             for theirs, columns in held.columns.items():
-                call = next((use for use in self._uses.get(theirs, ()) if self._is_free(use, one)), None)
+                uses = self._uses.get(theirs, ())
+                call = next((use for use in uses if self._is_free(use, one, len(uses) == 1)), None)
                 if call is None:
                     continue
                 wanted = self._graph.trace.tensor(self._result_of(call, one)).shape
@@ -238,11 +239,11 @@ class Matcher:
         # What a function with several layers returns is what its last one does.
         return [one for one in hits if not any(self._graph.is_above(one.value, other.value) for other in hits)]
 
-    def _is_free(self, use: Call, one: Watched) -> bool:
-        """Return whether a use of a weight is still to be matched, and is made of what the candidate's is made of."""
+    def _is_free(self, use: Call, one: Watched, is_only: bool) -> bool:
+        """Return whether a use of a weight is still to be matched, and is the only one or made of what is the same."""
         value = self._result_of(use, one)
-        if value.number in self.found:
-            return False
+        if value.number in self.found or is_only:
+            return value.number not in self.found
         lineage, other = self._graph.bits(one.lineage), self._graph.lineage(value)
         missing = other & self._used & ~lineage  # TE may add a bias later
         only_biases = all(name.endswith("bias") for name in self._graph.names(missing))

@@ -128,6 +128,11 @@ class Suspicion:
         found += self._fit_numbers(partly)
         return sorted(found, key=lambda one: (-len(one.explained), one.misfit))
 
+    def ratio_of(self, one: Judged, mistake: Hypothesis) -> float:
+        """Return the error that a mistake leaves where a stage is, or makes where none is, over the expected one."""
+        right = [region for region in self._find_touched(mistake) if not region.flagged]
+        return max(self._ratio_under(region, mistake) for region in (*self._regions_of(one), *right))
+
     def nearest(self, count: int) -> list[tuple[float, Hypothesis]]:
         """Return tried mistakes of different kinds that explain most of a region's error, with the share left."""
         kinds = grouped(sorted(self._near, key=lambda entry: entry[0]), lambda entry: entry[1].title)
@@ -141,7 +146,7 @@ class Suspicion:
         only_detaches = bool(mistake.edits) and all(one.detached is not None for one in mistake.edits)
         if only_detaches or mistake.around is not None or mistake.returned is not None:
             return True
-        if any(region.flagged for region in self._find_touched(mistake)):
+        if any(region.flagged for region in self._find_touched(mistake)) or any(map(self._goes_around, mistake.edits)):
             return True
         layers = {
             one.stage.number for name in self._changed_parameters(mistake) for one in self._by_parameter.get(name, ())
@@ -173,14 +178,33 @@ class Suspicion:
         if self.flagged and not all(map(self.concerns, mistakes)):
             first = next(one for one in self._forward if is_flagged(one))
             return Contradiction(first.stage, first.ratio)
+        if any(self._goes_around(one) for mistake in mistakes for one in mistake.edits):
+            return None
         joined = _join([one for one in mistakes if one.returned is None])
         regions = [] if joined is None else self._find_touched(joined)
-        if joined is None or not regions or (joined.read and not any(region.flagged for region in regions)):
+        if joined is None or joined.read is not None or not regions:  # values were matched by the weights as mapped
             return None
         worst, end = max(
             ((self._ratio_under(region, joined), region.end) for region in regions), key=lambda one: one[0]
         )
         return None if worst <= _AGAINST else Contradiction(self._stages_by_number[end.number].stage, worst)
+
+    def _goes_around(self, one: Edit) -> bool:
+        """Return whether a later call is changed to compute, from earlier values, what a stage that is off does."""
+        try:
+            needed = [self._graph.same_value(value) for value in one.needs]
+        except Misfit:
+            return False
+        made = self._graph.trace.calls[self._graph.order[one.site]].outputs if one.site in self._graph.order else ()
+        return any(
+            any(self._graph.is_above(value, end) for value in needed)
+            and any(self._graph.is_above(end, value) for value in made)
+            for end in self._flagged_ends
+        )
+
+    @cached_property
+    def _flagged_ends(self) -> list[Value]:
+        return [self._values[one.stage.number] for one in self._forward if is_flagged(one)]
 
     def _try_mistake(self, mistake: Hypothesis) -> tuple[Suspect | None, float]:
         """Return a mistake if it explains all that it touches, and the least share of an error that it leaves."""

@@ -522,6 +522,50 @@ def test_suggest_map_needs_one_pair_that_exists(command: Command, tmp_path: Path
     assert_mistake(command("suggest-map", "my_pairs.py::other"), "'other'", "my_pairs.py::my_linear")
 
 
+# parity trace
+
+SCALED = FITS.replace("inputs=", "call_candidate=lambda module, x: 1.01 * module(x),\n            inputs=")
+TRAINS = (
+    FITS.replace("from torch import nn", "import torch\n    from torch import nn")
+    .replace("inputs=", "call_reference=trained,\n            call_candidate=trained,\n            inputs=")
+    .replace(
+        "    @parity",
+        """    def trained(module, x):
+        with torch.enable_grad():
+            module(x).square().mean().backward()
+        return x + module.bias.grad.sum()
+
+    @parity""",
+    )
+)
+
+
+@pytest.mark.parametrize(("pair", "code", "off"), [(FITS, 0, 0), (SCALED, 1, 1)])
+def test_trace_lists_what_each_stage_adds(command: Command, tmp_path: Path, pair: str, code: int, off: int) -> None:
+    write(tmp_path, pair)
+    done = command("trace", "my_pairs.py", "-p", "fp32")
+    assert done.returncode == code, done.stderr
+    header, stage, *_ = done.stdout.splitlines()
+    assert header.split()[:4] == ["stage,", "up", "to", "matched"]
+    assert "1st 'linear' of the module" in stage
+    assert stage.startswith("✗") == bool(off)
+    assert f"forward pass: {off} of 1 stages have a larger error than rounding explains" in done.stdout
+    assert ("the candidate departs from the reference" in done.stdout) == bool(off)
+
+
+def test_trace_lists_gradients_that_are_right_if_asked(command: Command, tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    assert "d weight" not in command("trace", "my_pairs.py").stdout
+    assert "d weight" in command("trace", "my_pairs.py", "--gradients").stdout
+
+
+def test_trace_says_what_it_cannot_judge(command: Command, tmp_path: Path) -> None:
+    write(tmp_path, TRAINS)
+    assert_mistake(command("trace", "my_pairs.py"), "my_linear", "computes gradients itself", "parity run")
+    assert_mistake(command("trace", "my_pairs.py", "-p", "fp7"), "'fp7'")
+    assert_mistake(command("trace", "my_pairs.py", "-p", "mxfp8"), "PARITY_EMULATED_GPU=blackwell")
+
+
 # ``parity report``: what it draws, prints and exits with.
 
 

@@ -500,6 +500,16 @@ def test_the_message_of_a_failure_tells_what_why_the_evidence_and_how_to_see_it_
     assert reproduce == f"reproduce: {failure.reproduce(item.worst)}"
 
 
+def test_a_finding_begins_with_its_place() -> None:
+    placed = replace(GATE_UP_SWAPPED, place="in layers.2, between the inputs and the 1st 'linear' of down")
+    [item] = gathered(result(margin=9.0, findings=(placed,)))
+    where, why = failure.message(item).splitlines()[2:4]
+    assert where == f"where: the candidate departs from the reference {placed.place}"
+    assert why == f"why: {placed.message}"
+    text = markdown.draw(digest_of(result(findings=(placed,), margin=9.0)), "run")
+    assert f"**PAR101 gate-up-swapped**: {placed.place}: " in text
+
+
 @pytest.mark.parametrize(
     ("message", "repair", "told"),
     [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.corpus.catalogue import RIGHT
+from lab.corpus.catalogue import PORTS, RIGHT
 from lab.corpus.placed_ports import BY_FAMILY
 from lab.corpus.small import normal, twins
 from parity import stack, te
@@ -23,6 +23,7 @@ from parity.passes.prepare import prepare
 from parity.stages.layouts import layouts
 from parity.stages.locate import Stages, judge_stages
 from parity.stages.suspects import Suspicion
+from parity.stages.token_rows import are_left_out, find_rows
 from parity.stages.weight_rows import weight_rows
 from parity.te import PRECISIONS
 from parity.trace.calls import Misfit
@@ -72,6 +73,17 @@ def test_every_linear_layer_of_a_model_ends_a_stage_matched_by_its_weight():
     linear = {call.site for call in stages.graph.trace.calls if call.name == "linear"}
     by_weights = {one.stage.end for one in stages.all if one.stage.evidence == "weights" and not one.stage.backward}
     assert linear <= by_weights
+
+
+def test_the_rows_of_each_expert_are_found_in_a_layer_that_computes_all_of_them():
+    stages = stages_of(RIGHT["fused_router"])
+    calls = {
+        call.site for call in stages.graph.trace.calls if call.site[0].startswith("experts.") and call.name == "linear"
+    }
+    for is_backward in (False, True):
+        ends = {one.stage.end for one in stages.all if one.stage.backward == is_backward}
+        gates_and_ups = {site for site in calls if not site[0].endswith("down")}
+        assert (gates_and_ups if is_backward else calls) <= ends
 
 
 # Wrong ports: flagged where they are wrong.
@@ -129,6 +141,13 @@ def test_a_detached_value_is_a_stage_whose_gradient_is_missing():
     assert all(one.stage.backward for one in flagged)
 
 
+def test_a_wrong_value_is_laid_out_as_the_right_ones_are():
+    """Sequences come first in TE's layer, and what is wrong is no nearer to its value in one layout than in another."""
+    wrong = PORTS["output-projection-on-permuted-heads", "gpt_layer"].case
+    flagged = [one.stage for one in stages_of(wrong).flagged if not one.stage.backward]
+    assert [stage.end[0] for stage in flagged] == ["attention.o_proj"]
+
+
 # What cannot be judged.
 
 
@@ -151,6 +170,44 @@ def test_a_suspect_explains_the_flagged_stages_and_no_mistake_at_another_place_d
     found = suspicion.explanations([one for one in known if one.scope == "one"])
     assert {one.mistake.title for one in found if one.explained == suspicion.flagged} >= {"gate-up-swapped"}
     assert sum(map(suspicion.concerns, known)) < len(known) / 2
+    of_others = [one for one in known if not suspicion.concerns(one)]
+    assert all(suspicion.contradiction([one]) is not None for one in of_others)
+    right = next(one.mistake for one in found if one.mistake.title == "gate-up-swapped")
+    assert suspicion.contradiction([right]) is None
+    assert suspicion.contradiction([right, of_others[0]]) is not None
+
+
+# Tokens that only one side has.
+
+
+TOKENS = torch.randn(24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reference", "own", "theirs"),
+    [
+        (TOKENS[[0, 1, 4, 5, 6, 7, 8, 9, 11]], TOKENS[:12].view(3, 4, 8), range(9), [0, 1, 4, 5, 6, 7, 8, 9, 11]),
+        (torch.cat([TOKENS[:9], TOKENS.new_zeros(7, 8)]), TOKENS[:12], range(9), range(9)),
+        (TOKENS[:12].view(3, 4, 8), TOKENS[[0, 1, 4, 5, 6, 7, 8, 9, 11]], [0, 1, 4, 5, 6, 7, 8, 9, 11], range(9)),
+        # Two experts are given some of the same tokens, in the same order: only neighbouring rows are one's.
+        (torch.cat([TOKENS[:16], TOKENS[4:20]]), TOKENS[4:20], range(16, 32), range(16)),
+    ],
+    ids=["packed", "filled", "padded", "of an expert"],
+)
+def test_tokens_that_both_sides_have_are_found(candidate: Tensor, reference: Tensor, own: Any, theirs: Any):
+    found = find_rows(candidate, reference, 1e-3)
+    assert found is not None
+    assert (found.own.tolist(), found.theirs.tolist()) == (list(own), list(theirs))
+    laid_out = found(candidate)
+    held = laid_out.flatten(0, -2)[found.theirs]
+    assert torch.equal(held, reference.flatten(0, -2)[found.theirs])
+    assert laid_out.any(-1).sum() == len(found.theirs)
+    assert are_left_out(candidate, [found]) == (len(own) < int(candidate.any(-1).sum()))
+
+
+def test_tokens_that_could_be_others_as_well_are_not_found():
+    assert find_rows(TOKENS[:1].expand(9, 8), TOKENS[:1].expand(12, 8), 1e-3) is None
+    assert find_rows(TOKENS[:9], TOKENS[12:24], 1e-3) is None
 
 
 # Layouts.

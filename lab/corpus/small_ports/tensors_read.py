@@ -122,11 +122,11 @@ PORTS = (
     *(host.right() for host in (SKIPS, IN_PLACE, STREAMS, JOINT, RELATIVE, MIXED)),
     SKIPS.wrong("operation", OF_SKIP, reads="first"),
     SKIPS.wrong("operation", "not the result of the 2nd 'add' of the module", reads="the one before"),
-    IN_PLACE.wrong("operation", OF_SKIP, reads="first"),
+    IN_PLACE.wrong("operation", "to the 4th 'add' of the module, as the", reads="first"),
     MIXED.wrong("operation", "give part 1 of the result of the 1st 'unbind' of the module to the 1st", one_weight=True),
     STREAMS.wrong("operation", f"give part 3 {OF_STREAM}", name="the other stream's gate", exchanged=slice(2, 3)),
     STREAMS.wrong(
-        "operation", f"give part 2 {OF_STREAM}", name="the other stream's shift and scale", exchanged=slice(2)
+        "operation", f"give part 1 {OF_STREAM}", name="the other stream's shift and scale", exchanged=slice(2)
     ),
     JOINT.wrong("operation", "to the 1st 'cat' of the module, as the reference does, not", own_keys_twice=True),
     RELATIVE.wrong(

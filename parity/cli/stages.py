@@ -1,0 +1,104 @@
+"""Show where the error of a pair comes from: the error that each stage adds, beside the expected one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from tabulate import tabulate
+
+from parity import shown, te
+from parity.case import registry
+from parity.case.case import Case
+from parity.case.validate import check_case
+from parity.comparison import observe_port
+from parity.judge.limits import packaged
+from parity.judge.request import Request
+from parity.passes.prepare import prepare
+from parity.plugin.options import parse_backend
+from parity.report.numbers import short
+from parity.search.located import describe_end, describe_place
+from parity.stages.judge import Judged
+from parity.stages.locate import Stages, is_flagged, judge_stages
+from parity.te import PRECISIONS, Precision
+from parity.trace.calls import Misfit
+from parity.trace.whose import users_line
+from parity.user_error import UserError
+
+_HEADERS = ("", "stage, up to", "matched by", "error", "added", "expected", "added/expected", "along it")
+
+
+def trace(target: str, size: int, seed: int, precision: str, backend: str, gradients: bool) -> bool:
+    """Print the stages of one pair, and return whether each is as right as rounding allows.
+
+    Args:
+        target: ``my_pairs.py::my_model``, or only the file if it declares one pair.
+        size: the number of one of the case's sizes, from 0.
+        seed: the seed of weights and inputs.
+        precision: a key of ``PRECISIONS``.
+        backend: ``auto``, ``gpu`` or ``cpu``.
+        gradients: whether to print the stages of the backward pass that are right as well.
+
+    Raises:
+        UserError: if there is no such pair, size or precision, this machine cannot run it, or the pass cannot be judged
+            stage by stage.
+    """
+    stages = _judge_case(registry.only(target), size, seed, PRECISIONS[precision], backend)
+    print(shown.text("\n".join(_list_lines(stages, gradients))))
+    return not stages.flagged
+
+
+def _judge_case(case: Case, size: int, seed: int, precision: Precision, backend: str) -> Stages:
+    chosen = registry.size_of(case, size)
+    kernels = te.kernels(parse_backend(backend))
+    if reason := te.why_refused(precision, kernels):
+        raise UserError(f"-p {precision.name}: {reason}")
+    (checked,) = check_case(replace(case, sizes=(chosen,)), kernels.te)
+    try:
+        prepared = prepare(case, checked, precision.dtype, seed, kernels)
+        request = Request(case, checked, precision, seed, kernels, packaged())
+        port = observe_port(request, prepared)
+        return judge_stages(request, replace(prepared, made=port.choices), port.freedoms)
+    except Exception as error:  # the pair's code may raise anything
+        cause = error.__cause__ if isinstance(error, Misfit) and error.__cause__ else error
+        told = "; at ".join(filter(None, (shown.raised(cause), users_line(cause))))
+        raise UserError(
+            f"{case} cannot be judged stage by stage: {told}. `parity run` compares it as a whole"
+        ) from error
+
+
+def _list_lines(stages: Stages, gradients: bool) -> Iterator[str]:
+    told = [one for one in stages.all if gradients or not one.stage.backward or is_flagged(one)]
+    rows = [_make_row(stages, one) for one in told]
+    yield from tabulate(rows, _HEADERS, tablefmt="plain", disable_numparse=True).splitlines()
+    yield ""
+    for backward, name in ((False, "forward"), (True, "backward")):
+        some = [one for one in stages.all if one.stage.backward == backward]
+        off = sum(map(is_flagged, some))
+        worst = max((one.ratio for one in some if not is_flagged(one)), default=0.0)
+        ends = f"; of the others, the largest error is {short(worst)} times the expected one" if some else ""
+        yield f"{name} pass: {off} of {len(some)} stages have a larger error than rounding explains{ends}"
+    if place := describe_place(stages):
+        yield f"the candidate departs from the reference {place}"
+
+
+def _make_row(stages: Stages, one: Judged) -> tuple[str, ...]:
+    stage = one.stage
+    ratio = "missing" if one.is_missing else short(one.ratio)
+    told = (short(one.error), short(one.expected), ratio, f"{one.gain:+.1f} σ")
+    whole = _measure_whole_error(stages, one)
+    return ("✗" if is_flagged(one) else "", describe_end(stage), stage.evidence, whole, *told)
+
+
+def _measure_whole_error(stages: Stages, one: Judged) -> str:
+    """Return the error of a value against golden, which has what earlier stages added; empty for a gradient."""
+    if one.stage.backward:
+        return ""
+    match = stages.found[one.stage.number]
+    golden = stages.graph.trace.tensor(match.value).double()
+    rows = stages.graph.read.get(match.value.number, torch.tensor(True))
+    size = torch.linalg.vector_norm(golden).item()
+    apart = torch.linalg.vector_norm(torch.where(rows, match.end - golden, 0.0)).item()
+    return short(apart / size) if size and math.isfinite(apart) else ""
