@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -486,14 +485,12 @@ def _causes(
 
         A port may also compute what is right and go on with something else, and a place may be misjudged.
         """
-        where = located()
-        every = list(known())
+        where, every = located(), list(known())
         if where is None or not where.is_in_values:
             return every, []
-        likely = [where.suspicion.concerns(one) for one in every]
-        return list(compress(every, likely)), [
-            one for one, is_likely in zip(every, likely, strict=True) if not is_likely
-        ]
+        likely = [one for one in every if where.suspicion.concerns(one)]
+        numbers = set(map(id, likely))
+        return likely, [one for one in every if id(one) not in numbers]
 
     def told(explained: Sequence[Explanation]) -> Iterator[Finding]:
         """Yield the findings of explanations that no stage contradicts, and keep the others."""

@@ -28,7 +28,7 @@ _NEAREST = 2  # known mistakes that a message names if none explains a stage
 _NAMED = 3  # values at which a stage begins that a message names
 _ROWS = 0.25  # a dimension tells where the error is if at most this share of its indices has most of it
 _MOST_OF_IT = 0.9
-_LAYERS = 2  # a stage of more linear layers is not the place of a mistake: their results were not matched
+_LAYERS = 3  # of a gated MLP, which TE computes in one call; a stage of more is not a mistake's place
 _WHOLE = "the module"
 
 
@@ -95,7 +95,8 @@ def describe_contradiction(find_place: Callable[[], Located | None], mistakes: S
     if found is None:
         return ""
     left = f"is {found.ratio:.2g} times the expected error off" if math.isfinite(found.ratio) else "fits nothing"
-    return f"; but {describe_stage(found.stage)}, what follows from the candidate's own values {left} with it"
+    where = describe_stage(found.stage)
+    return f"; but with it, what the reference computes {where}, from the candidate's own values, {left}"
 
 
 # Words for a place.
