@@ -178,16 +178,25 @@ class Suspicion:
         if self.flagged and not all(map(self.concerns, mistakes)):
             first = next(one for one in self._forward if is_flagged(one))
             return Contradiction(first.stage, first.ratio)
-        if any(self._goes_around(one) for mistake in mistakes for one in mistake.edits):
+        # Values were matched by the weights as mapped, so other weights are told only by what follows from them.
+        readers = [one for one in mistakes if one.read is not None]
+        of_calls = [one for one in mistakes if one.read is None and one.returned is None]
+        joined = _join(of_calls)
+        if joined is None or any(map(self._goes_around, joined.edits)):
             return None
-        joined = _join([one for one in mistakes if one.returned is None])
-        regions = [] if joined is None else self._find_touched(joined)
-        if joined is None or joined.read is not None or not regions:  # values were matched by the weights as mapped
+        theirs = {region.end.number for one in readers for region in self._find_read(one)}
+        regions = [region for region in self._find_touched(joined) if region.end.number not in theirs]
+        if not regions:
             return None
-        worst, end = max(
-            ((self._ratio_under(region, joined), region.end) for region in regions), key=lambda one: one[0]
-        )
-        return None if worst <= _AGAINST else Contradiction(self._stages_by_number[end.number].stage, worst)
+        ratios = [(self._ratio_under(region, joined), region.end.number) for region in regions]
+        worst, end = max(ratios)
+        return None if worst <= _AGAINST else Contradiction(self._stages_by_number[end].stage, worst)
+
+    def _find_read(self, mistake: Hypothesis) -> list[_Region]:
+        """Return the regions of the layers whose weights a mistake changes, and those that follow from them."""
+        layers = [one for name in self._changed_parameters(mistake) for one in self._by_parameter.get(name, ())]
+        after = [region for one in layers for region in self._after.get(one.stage.number, ())]
+        return [*after, *(region for one in layers for region in self._regions_of(one))]
 
     def _goes_around(self, one: Edit) -> bool:
         """Return whether a later call is changed to compute, from earlier values, what a stage that is off does."""
@@ -280,6 +289,12 @@ class Suspicion:
         return list({region.end.number: region for region in (*own, *after)}.values())
 
     @cached_property
+    def _right_values(self) -> Mapping[Site, int]:
+        """The numbers of all values that are right, by the calls that return them."""
+        right = (one for one in self._forward if not is_flagged(one))
+        return {self._values[one.stage.number].site: one.stage.number for one in right}
+
+    @cached_property
     def _right_anchors(self) -> Mapping[Site, int]:
         """The numbers of the linear layers' results that are right, by the calls that return them."""
         right = (one for one in self._anchors if one.number in self._stages_by_number)
@@ -315,15 +330,15 @@ class Suspicion:
             self._unchanged[end] = ratio
         return ratio
 
-    def _edit_anchors(self, given: dict[int, Tensor], edits: Sequence[Edit], end: Value) -> dict[int, Tensor]:
-        """Return what right results of layers, which are given, become by edits.
+    def _edit_given(self, given: dict[int, Tensor], edits: Sequence[Edit], end: Value) -> dict[int, Tensor]:
+        """Return what values that are given, and right, become by edits.
 
         Raises:
             Misfit: if an edit cannot be made.
         """
         values, changed = Values(self._graph, given), dict[int, Tensor]()
         for one in edits:
-            number = self._right_anchors.get(one.site, end.number)
+            number = self._right_values.get(one.site, end.number)
             if one.detached is None and number != end.number and number in given:
                 was = changed.get(number, given[number])
                 needed = (values.get(self._graph.same_value(value)) for value in one.needs)
@@ -337,7 +352,7 @@ class Suspicion:
         """Return the relative error of the candidate's value if it is computed with edits; infinite if it cannot be."""
         match = self._stages.found[end.number]
         try:
-            x = Values(self._graph, given | self._edit_anchors(given, edits, end), edits).get(end).double()
+            x = Values(self._graph, given | self._edit_given(given, edits, end), edits).get(end).double()
         except Misfit:
             return math.inf
         norm = torch.linalg.vector_norm(x).item()
