@@ -84,6 +84,7 @@ class Watch(TorchFunctionMode):
     def _forget_pass(self) -> None:
         self.seen = []
         self._known: dict[int, Watched] = {}
+        self._kept: set[Watched] = set()  # values whose gradients are kept
         self._lineages: dict[int, tuple[frozenset[str], bool]] = {}
         self._alive: list[Tensor] = []  # kept, so that no id is reused
 
@@ -153,6 +154,9 @@ class Watch(TorchFunctionMode):
         from_input = any(one for _, one in marks)
         weights = tuple(self._names[id(x)] for x in given if id(x) in self._names)
         parents = tuple(dict.fromkeys(self._known[id(x)] for x in given if id(x) in self._known))
+        for x in given:
+            if id(x) in self._known:
+                self._keep_gradient(self._known[id(x)], x)
         for parent in parents if is_result else ():
             parent.is_result = True
         for x in returned:
@@ -169,8 +173,16 @@ class Watch(TorchFunctionMode):
                 )
                 self.seen.append(one)
                 self._known[id(x)] = one
-                if x.grad_fn is not None and torch.is_grad_enabled():
-                    _keep_gradient(one, x.grad_fn, x.output_nr)
+                self._keep_gradient(one, x)
+
+    def _keep_gradient(self, one: Watched, x: Tensor) -> None:
+        """Keep the gradient that reaches a value; the tensor gets no hook, which would forbid writing to some results.
+
+        What an autograd function returns belongs to autograd's graph only after the function has returned.
+        """
+        if x.grad_fn is not None and torch.is_grad_enabled() and one not in self._kept:
+            self._kept.add(one)
+            _keep_gradient(one, x.grad_fn, x.output_nr)
 
     def _lineage_of(self, x: Tensor) -> tuple[frozenset[str], bool]:
         """Return the reference's parameters that a tensor depends on, and whether it depends on an input."""
@@ -184,8 +196,6 @@ class Watch(TorchFunctionMode):
 
 
 def _keep_gradient(one: Watched, node: Node, place: int) -> None:
-    """Keep the gradient that reaches a value; the tensor gets no hook, which would forbid writing to some results."""
-
     def keep(gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[place]
         one.gradient = None if gradient is None else gradient.detach().clone()

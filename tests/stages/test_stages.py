@@ -141,6 +141,12 @@ def test_a_detached_value_is_a_stage_whose_gradient_is_missing():
     assert all(one.stage.backward for one in flagged)
 
 
+def test_a_functions_own_backward_pass_is_judged_though_its_apply_was_bound_before():
+    flagged = stages_of(PLACED["placed_decoder: backward pass of another GELU"].port.case).flagged
+    assert flagged
+    assert all(one.stage.backward and not one.is_missing for one in flagged)
+
+
 def test_a_wrong_value_is_laid_out_as_the_right_ones_are():
     """Sequences come first in TE's layer, and what is wrong is no nearer to its value in one layout than in another."""
     wrong = PORTS["output-projection-on-permuted-heads", "gpt_layer"].case
