@@ -303,8 +303,11 @@ class Suspicion:
     def _changed_parameters(self, mistake: Hypothesis) -> dict[str, Tensor]:
         if mistake.read is None:
             return {}
-        with torch.no_grad(), in_fp64():
-            return {name: x for name, x in mistake.read(self._now).items() if name in self._parameters}
+        try:
+            with torch.no_grad(), in_fp64():
+                return {name: x for name, x in mistake.read(self._now).items() if name in self._parameters}
+        except Exception:  # a mistake's function may raise anything on tensors that do not suit it
+            return {}
 
     @cached_property
     def _now(self) -> Mapping[str, Tensor]:
