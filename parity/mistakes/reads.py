@@ -21,12 +21,12 @@ _NEAR = 8  # a learned number's parameter is looked for among this many of its a
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A place where another value may replace ``value``: one input of one call, or every call that reads it.
+    """A place of a value: the input of a call, where another value may replace it, or the call that makes it.
 
     Attributes:
         value: a value of the reference.
-        call: the call that reads the value or, if it is replaced everywhere, the call that makes it.
-        position: the value's position among the call's inputs; None if it is replaced everywhere.
+        call: the call that reads the value or makes it.
+        position: the value's position among the call's inputs; None if the call makes it.
     """
 
     value: Value
@@ -51,15 +51,12 @@ class Place:
 
 
 def places(trace: Trace) -> list[Place]:
-    """Return a place for each activation that a computing call reads, and for each that several calls read."""
+    """Return a place for each activation that a computing call reads."""
     found = []
     for call in trace.calls:
         if call.name not in RESHAPES and _can_be_made_again(call):
             given = enumerate(call.inputs)
             found += [Place(value, call, position) for position, value in given if is_activation(trace, value)]
-        if not is_in_place(call):
-            several = (value for value in call.outputs if len(trace.users(value)) > 1 and value not in call.inputs)
-            found += [Place(value, call) for value in several if is_activation(trace, value)]
     return found
 
 
@@ -73,16 +70,14 @@ def is_activation(trace: Trace, value: Value) -> bool:
 
 def edits_at(others: Sequence[tuple[Place, Value]], trace: Trace) -> tuple[Edit, ...]:
     """Return the edits that put another value in each place, flattened to rows if the call reads a matrix."""
-    by_call: dict[int, tuple[Call, dict[int, Value]]] = {}
+    by_call: dict[int, tuple[Call, dict[int | None, Value]]] = {}
     edits = []
     for place, other in others:
-        if place.position is None:
-            edits.append(edit(place.call, (other,), _returning(place)))
-        else:
-            by_call.setdefault(id(place.call), (place.call, {}))[1][place.position] = other
+        by_call.setdefault(id(place.call), (place.call, {}))[1][place.position] = other
     for call, instead in by_call.values():
         given = [instead.get(position, value) for position, value in enumerate(call.inputs)]
-        as_rows = {position for position in instead if trace.tensor(call.inputs[position]).dim() == 2}
+        read_instead = ((position, value) for position, value in enumerate(call.inputs) if position in instead)
+        as_rows = {position for position, value in read_instead if trace.tensor(value).dim() == 2}
         edits.append(edit(call, given, _given(call, as_rows)))
     return tuple(edits)
 
@@ -115,17 +110,6 @@ def _given(call: Call, as_rows: Container[int]) -> Callable[..., Any]:
         inputs = [x.flatten(0, -2) if position in as_rows else x for position, x in enumerate(others)]
         before = iter([x for x in tree_leaves(was) if isinstance(x, Tensor)])
         return tree_map_only(Tensor, lambda x: x.to(next(before).dtype), made_again(call, inputs))
-
-    return compute
-
-
-def _returning(place: Place) -> Callable[..., Any]:
-    """Return a function that replaces one of the tensors that the call returned."""
-
-    def compute(was: Any, other: Tensor) -> Any:
-        leaves, structure = tree_flatten(was)
-        named = zip(tree_leaves(place.call.result), leaves, strict=True)
-        return tree_unflatten([other.to(x.dtype) if value == place.value else x for value, x in named], structure)
 
     return compute
 

@@ -418,7 +418,7 @@ def findings(
     located = cache(lambda: next(iter(part(lambda: locate(of_stages))), None))
     of_stages, failure = failure, dataclasses.replace(failure, against=partial(describe_contradiction, located))
     part = partial(_part, failure=failure)
-    causes = _causes(failure, trace, unreached, screened, located) if finite and not is_told else []
+    causes = _find_causes(failure, trace, unreached, screened, located) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and failure.outputs_passed:
         budget = failure.budget(CHECKS_FOR_THE_REST)
         causes = part(lambda: detached_path_findings(failure, failed, trace, budget))
@@ -460,7 +460,7 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
 _Told = Callable[[Sequence[Explanation]], Iterator[Finding]]
 
 
-def _causes(
+def _find_causes(
     failure: Failure,
     trace: Trace,
     unreached: Sequence[str],

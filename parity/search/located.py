@@ -73,10 +73,10 @@ def explanations_of_stages(failure: Failure, located: Located, known: Sequence[H
     Args:
         failure: a failure whose candidate's outputs are finite.
         located: where it departs.
-        known: the mistakes to try, the likeliest first.
+        known: the mistakes that may change where it departs, the likeliest first.
     """
     for scopes in _SCOPES:
-        of_scopes = [one for one in known if one.scope in scopes and located.suspicion.concerns(one)]
+        of_scopes = [one for one in known if one.scope in scopes]
         found = {one.mistake: one for one in located.suspicion.explanations(of_scopes)}
         in_order = [*(one for one in of_scopes if one in found), *(one for one in found if one not in of_scopes)]
         suspected = [one for one in in_order if found[one].explained == located.suspicion.flagged]

@@ -41,9 +41,9 @@ def other_operand_hypotheses(located: Located, trace: Trace, budget: Budget) -> 
             found += [pairs] if pairs else []
     together = tuple(dict.fromkeys(pair for pairs in found for pair in pairs))
     if together:
-        yield _hypothesis(together, trace)
+        yield _make_hypothesis(together, trace)
     if len(found) > 1:
-        yield from (_hypothesis(pairs, trace) for pairs in found)
+        yield from (_make_hypothesis(pairs, trace) for pairs in found)
 
 
 class _Search:
@@ -55,8 +55,7 @@ class _Search:
         self._values = _group_by_shape(trace)
         self._places: dict[object, list[Place]] = defaultdict(list)
         for place in places(trace):
-            if place.position is not None:
-                self._places[place.call.site].append(place)
+            self._places[place.call.site].append(place)
 
     def find_exchange(self, one: Judged, known: Sequence[_Pairs]) -> _Pairs:
         """Return the exchange that makes a stage right, with what is known of earlier ones; empty for none.
@@ -65,11 +64,11 @@ class _Search:
         """
         here = [place for call in one.stage.calls for place in self._places[call.site]]
         earlier = tuple(pair for pairs in known for pair in pairs if pair[0] in here)
-        if earlier and self._leaves(one, earlier) <= RATIO:
+        if earlier and self._measure_left(one, earlier) <= RATIO:
             return earlier
         for pairs in known:
-            moved = self._move(pairs, [place for place in here if place not in dict(earlier)])
-            if moved and self._leaves(one, (*earlier, *moved)) <= RATIO:
+            moved = self._move_to_layer(pairs, [place for place in here if place not in dict(earlier)])
+            if moved and self._measure_left(one, (*earlier, *moved)) <= RATIO:
                 return (*earlier, *moved)
         singles: list[tuple[float, _Pairs]] = []
         for place in here:
@@ -77,12 +76,12 @@ class _Search:
                 if value.number >= place.before or self._budget.spent():
                     break
                 if value != place.value:
-                    singles.append((self._leaves(one, ((place, value),)), ((place, value),)))
+                    singles.append((self._measure_left(one, ((place, value),)), ((place, value),)))
         singles.sort(key=lambda entry: entry[0])
         if not singles or singles[0][0] <= RATIO:
             return singles[0][1] if singles else ()
         best = self._find_pair(one, here, [pairs for _, pairs in singles[:_TOGETHER]])
-        return best if best and self._leaves(one, best) <= RATIO else ()
+        return best if best and self._measure_left(one, best) <= RATIO else ()
 
     def _find_pair(self, one: Judged, here: Sequence[Place], likely: Sequence[_Pairs]) -> _Pairs:
         """Return the best of: two places with each other's values, and the likeliest exchanges made at once."""
@@ -101,7 +100,7 @@ class _Search:
         for pairs in tried:
             if self._budget.spent():
                 break
-            left = self._leaves(one, pairs)
+            left = self._measure_left(one, pairs)
             if left < least:
                 best, least = pairs, left
             if left <= RATIO:
@@ -112,7 +111,7 @@ class _Search:
         shapes = (self._trace.tensor(place.value).shape for place in (one, other))
         return len(set(shapes)) == 1 and one.value.number < other.before and other.value.number < one.before
 
-    def _move(self, pairs: _Pairs, here: Sequence[Place]) -> _Pairs:
+    def _move_to_layer(self, pairs: _Pairs, here: Sequence[Place]) -> _Pairs:
         """Return the same exchange in the layer of other places; empty if it has no such places or values."""
         moved = []
         for place, value in pairs:
@@ -124,7 +123,7 @@ class _Search:
             moved.append((there, other))
         return tuple(moved)
 
-    def _leaves(self, one: Judged, pairs: _Pairs) -> float:
+    def _measure_left(self, one: Judged, pairs: _Pairs) -> float:
         return self._suspicion.ratio_of(one, Hypothesis("operation", "", "", edits_at(pairs, self._trace)))
 
 
@@ -140,9 +139,9 @@ def _group_by_shape(trace: Trace) -> Mapping[tuple[int, ...], list[Value]]:
     return {shape: [some[number] for number in sorted(some)] for shape, some in values.items()}
 
 
-def _hypothesis(others: _Pairs, trace: Trace) -> Hypothesis:
+def _make_hypothesis(others: _Pairs, trace: Trace) -> Hypothesis:
     alike = grouped(others, lambda pair: pair[0].role)
-    told = [_describe(some, trace) for some in alike.values()]
+    told = [_describe_exchange(some, trace) for some in alike.values()]
     return Hypothesis(
         "operation",
         "; ".join(f"{wrong} for {right}" for right, wrong in told),
@@ -152,7 +151,7 @@ def _hypothesis(others: _Pairs, trace: Trace) -> Hypothesis:
     )
 
 
-def _describe(some: Sequence[tuple[Place, Value]], trace: Trace) -> tuple[str, str]:
+def _describe_exchange(some: Sequence[tuple[Place, Value]], trace: Trace) -> tuple[str, str]:
     """Say which value must be given to some places that are alike, and which value is given instead."""
     place, other = some[0]
     others = f" and to {len(some) - 1} more like it" if len(some) > 1 else ""

@@ -26,7 +26,7 @@ from torch import Tensor
 from parity.case.weight_map import WeightMap, names
 from parity.stages.graph import MOVES, Graph, Values
 from parity.stages.layouts import Layout, layouts, sample_of
-from parity.stages.token_rows import TokenRows, find_rows
+from parity.stages.token_rows import TokenRows, find_rows, may_share_rows
 from parity.stages.watch import SMALLEST, Watched
 from parity.stages.weight_rows import WeightRows
 from parity.trace.calls import Misfit
@@ -275,20 +275,20 @@ class Matcher:
             picked = (*_shape_in(rows, one.tensor)[:-1], len(columns))
             for layout in layouts(picked, tuple(y.shape)):
                 if layout.is_whole and math.prod(picked) == y.numel():
-                    arrange = _arranged(rows, layout, columns)
-                    found.append(self._measure_hit(one.tensor, y, value, arrange, layout, rows, addend))
-        return self._nearest(found)
+                    found.append(self._measure_hit(one.tensor, y, value, layout, rows, columns, addend))
+        return self._choose_nearest(found)
 
     def _measure_hit(
         self,
         x: Tensor,
         y: Tensor,
         value: Value,
-        arrange: Callable[[Tensor], Tensor],
         layout: Layout,
         rows: TokenRows | None,
+        columns: Tensor | None = None,
         addend: Tensor | float = 0.0,
     ) -> _Hit:
+        arrange = _compose_arrangement(rows, layout, columns)
         held = None if rows is None or rows.is_whole else arrange(torch.ones_like(x)).bool()
         tensor = arrange(x).double() + addend
         return _Hit(self._measure_distance(tensor, y, value, held), value, arrange, tensor, layout, rows, held)
@@ -307,13 +307,14 @@ class Matcher:
         self._tried[count] += 1
         before = len(self._token_rows)
         for value in among:
-            y = self._compute_value(value, self._values)
+            may_share = may_share_rows(one.tensor, self._graph.trace.tensor(value))
+            y = self._compute_value(value, self._values) if may_share else None
             found = None if y is None else find_rows(one.tensor, y, self._most)
             if found is not None and not any(map(found.equals, self._token_rows)):
                 self._token_rows.append(found)
         return len(self._token_rows) > before
 
-    def _nearest(self, hits: Sequence[_Hit]) -> _Hit | None:
+    def _choose_nearest(self, hits: Sequence[_Hit]) -> _Hit | None:
         """Return the nearest of one value's layouts; for a value that is wrong, among those of values that agree."""
         nearest = min(hits, key=lambda hit: hit.distance, default=None)
         if nearest is None or nearest.distance <= self._most:
@@ -380,7 +381,7 @@ class Matcher:
                 came, at = sample_of(layout)
                 if are_all_read and _relative_distance(flat[came], theirs[at]) > 1.5 * self._most:
                     continue
-                hit = self._measure_hit(x, y, value, _arranged(rows, layout), layout, rows)
+                hit = self._measure_hit(x, y, value, layout, rows)
                 if hit.distance <= self._most:
                     yield hit
 
@@ -491,11 +492,8 @@ class Matcher:
                 shape = _shape_in(rows, one.tensor)
                 y = self._compute_value(value, self._values) if math.prod(shape) == math.prod(wanted) else None
                 if y is not None:
-                    near += [
-                        self._measure_hit(one.tensor, y, value, _arranged(rows, layout), layout, rows)
-                        for layout in layouts(shape, wanted)
-                    ]
-            nearest = self._nearest(near)
+                    near += [self._measure_hit(one.tensor, y, value, layout, rows) for layout in layouts(shape, wanted)]
+            nearest = self._choose_nearest(near)
             if nearest is not None and nearest.distance <= _UNRELATED:
                 found.append(nearest)
         return sorted(found, key=lambda hit: hit.distance)[:_MOST_CHOICES]
@@ -569,10 +567,10 @@ def _are_apart(rows: TokenRows | None, others: TokenRows | None) -> bool:
 
 def _shape_in(rows: TokenRows | None, x: Tensor) -> tuple[int, ...]:
     """Return the shape of a candidate's value in the reference's rows."""
-    return tuple(x.shape) if rows is None else tuple(rows(x).shape)
+    return tuple(x.shape) if rows is None else rows.shape_of(x)
 
 
-def _arranged(rows: TokenRows | None, layout: Layout, columns: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+def _compose_arrangement(rows: TokenRows | None, layout: Layout, columns: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return a function that brings the candidate's tensors into rows, then takes columns, then lays them out."""
     if rows is None and columns is None:
         return layout

@@ -15,7 +15,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from parity.mistakes.hypothesis import Hypothesis, ReadWeights, together
+from parity.mistakes.hypothesis import Hypothesis, together
 from parity.numerics.errors import TINY
 from parity.numerics.golden import in_fp64
 from parity.passes.nominal_clock import Clock
@@ -148,18 +148,10 @@ class Suspicion:
             return True
         if any(region.flagged for region in self._find_touched(mistake)) or any(map(self._goes_around, mistake.edits)):
             return True
-        layers = {
-            one.stage.number for name in self._changed_parameters(mistake) for one in self._by_parameter.get(name, ())
-        }
-        return not layers.isdisjoint(self._before_flagged)
+        return any(region.flagged for region in self._find_read(mistake))
 
     @cached_property
-    def _before_flagged(self) -> set[int]:
-        """The numbers of the linear layers' results that regions which are off begin with."""
-        return {number for number, regions in self._after.items() if any(region.flagged for region in regions)}
-
-    @cached_property
-    def _after(self) -> Mapping[int, list[_Region]]:
+    def _regions_after(self) -> Mapping[int, list[_Region]]:
         """The regions that begin with each linear layer's result, by its number."""
         regions = {region.end.number: region for one in self._forward for region in self._regions_of(one)}
         found: dict[int, list[_Region]] = {}
@@ -181,7 +173,7 @@ class Suspicion:
         # Values were matched by the weights as mapped, so other weights are told only by what follows from them.
         readers = [one for one in mistakes if one.read is not None]
         of_calls = [one for one in mistakes if one.read is None and one.returned is None]
-        joined = _join(of_calls)
+        joined = _join_mistakes(of_calls)
         if joined is None or any(map(self._goes_around, joined.edits)):
             return None
         theirs = {region.end.number for one in readers for region in self._find_read(one)}
@@ -195,7 +187,7 @@ class Suspicion:
     def _find_read(self, mistake: Hypothesis) -> list[_Region]:
         """Return the regions of the layers whose weights a mistake changes, and those that follow from them."""
         layers = [one for name in self._changed_parameters(mistake) for one in self._by_parameter.get(name, ())]
-        after = [region for one in layers for region in self._after.get(one.stage.number, ())]
+        after = [region for one in layers for region in self._regions_after.get(one.stage.number, ())]
         return [*after, *(region for one in layers for region in self._regions_of(one))]
 
     def _goes_around(self, one: Edit) -> bool:
@@ -285,32 +277,34 @@ class Suspicion:
             touched.update((one.stage.number, one) for one in self._by_parameter.get(name, ()))
         followed = {self._right_anchors[site] for site in sites if site in self._right_anchors}
         own = [region for number, one in touched.items() if number not in followed for region in self._regions_of(one)]
-        after = [region for number in followed for region in self._after.get(number, ())]
+        after = [region for number in followed for region in self._regions_after.get(number, ())]
         return list({region.end.number: region for region in (*own, *after)}.values())
 
     @cached_property
     def _right_values(self) -> Mapping[Site, int]:
         """The numbers of all values that are right, by the calls that return them."""
-        right = (one for one in self._forward if not is_flagged(one))
-        return {self._values[one.stage.number].site: one.stage.number for one in right}
+        return self._find_right(self._values.values())
 
     @cached_property
     def _right_anchors(self) -> Mapping[Site, int]:
         """The numbers of the linear layers' results that are right, by the calls that return them."""
-        right = (one for one in self._anchors if one.number in self._stages_by_number)
-        return {one.site: one.number for one in right if not is_flagged(self._stages_by_number[one.number])}
+        return self._find_right(self._anchors)
+
+    def _find_right(self, values: Iterable[Value]) -> Mapping[Site, int]:
+        judged = (one for one in values if one.number in self._stages_by_number)
+        return {one.site: one.number for one in judged if not is_flagged(self._stages_by_number[one.number])}
 
     def _changed_parameters(self, mistake: Hypothesis) -> dict[str, Tensor]:
         if mistake.read is None:
             return {}
         try:
             with torch.no_grad(), in_fp64():
-                return {name: x for name, x in mistake.read(self._now).items() if name in self._parameters}
+                return {name: x for name, x in mistake.read(self._all_parameters).items() if name in self._parameters}
         except Exception:  # a mistake's function may raise anything on tensors that do not suit it
             return {}
 
     @cached_property
-    def _now(self) -> Mapping[str, Tensor]:
+    def _all_parameters(self) -> Mapping[str, Tensor]:
         """All of the reference's parameters in FP64, also those that no call reads."""
         read = {name: self._graph.trace.tensors[number] for name, number in self._parameters.items()}
         every = self._prepared.reference.named_parameters(remove_duplicate=False)
@@ -367,8 +361,8 @@ class Suspicion:
         return min(torch.linalg.vector_norm(one).item() for one in (apart, *masked)) / norm
 
 
-def _join(mistakes: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return mistakes that are made at once as one; None if they change the same thing."""
+def _join_mistakes(mistakes: Sequence[Hypothesis]) -> Hypothesis | None:
+    """Return mistakes in calls, made at once, as one; None if there are none, or if they change the same thing."""
     if not mistakes:
         return None
     joined = mistakes[0]
@@ -376,16 +370,8 @@ def _join(mistakes: Sequence[Hypothesis]) -> Hypothesis | None:
         edits = together(joined.edits, one.edits)
         if edits is None:
             return None
-        reads = tuple(each.read for each in (joined, one) if each.read is not None)
-        joined = replace(joined, edits=edits, read=partial(_read_in_turn, reads) if reads else None)
+        joined = replace(joined, edits=edits)
     return joined
-
-
-def _read_in_turn(reads: Sequence[ReadWeights], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    changed: dict[str, Tensor] = {}
-    for read in reads:
-        changed |= read({**parameters, **changed})
-    return changed
 
 
 def _log_of_ratio(

@@ -42,15 +42,23 @@ class TokenRows:
 
     def fits(self, x: Tensor) -> bool:
         """Return whether a value of the candidate's has these rows, whatever its channels."""
-        return self.count in {math.prod(x.shape[:dims]) for dims in range(1, x.dim())}
+        return self._count_dims(x) is not None
+
+    def shape_of(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape that a value of the candidate's has in the reference's rows."""
+        return (*self.shape, *x.shape[self._count_dims(x) :])
+
+    def _count_dims(self, x: Tensor) -> int | None:
+        """Return how many first dimensions of a value are its rows; None if it has other rows."""
+        return next((dims for dims in range(1, x.dim()) if math.prod(x.shape[:dims]) == self.count), None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[*shape, *channels]``: the candidate's rows where the reference has them, and zeros elsewhere."""
-        dims = next(dims for dims in range(1, x.dim()) if math.prod(x.shape[:dims]) == self.count)
-        rows = x.flatten(0, dims - 1)
+        shape = self.shape_of(x)
+        rows = x.reshape(self.count, *shape[len(self.shape) :])
         held = rows.new_zeros(math.prod(self.shape), *rows.shape[1:])
         held[self.theirs.to(x.device)] = rows[self.own.to(x.device)]
-        return held.reshape(*self.shape, *rows.shape[1:])
+        return held.reshape(shape)
 
 
 def are_left_out(x: Tensor, known: Sequence[TokenRows]) -> bool:
@@ -60,6 +68,11 @@ def are_left_out(x: Tensor, known: Sequence[TokenRows]) -> bool:
     for rows in known:
         kept[rows.own] = True
     return bool(x.reshape(count, -1)[~kept.to(x.device)].any())
+
+
+def may_share_rows(x: Tensor, y: Tensor) -> bool:
+    """Return whether the shapes of a candidate's and a reference's value allow them to share some of their rows."""
+    return {x.dim(), y.dim()} <= {2, 3} and x.shape[-1] == y.shape[-1] and x.shape[:-1].numel() != y.shape[:-1].numel()
 
 
 def find_rows(x: Tensor, y: Tensor, near: float) -> TokenRows | None:
@@ -73,9 +86,9 @@ def find_rows(x: Tensor, y: Tensor, near: float) -> TokenRows | None:
         y: the reference's, with another number of rows.
         near: how far two rows may be apart to count as the same, relative to the norm of the candidate's.
     """
-    count, others = x.shape[:-1].numel(), y.shape[:-1].numel()
-    if not {x.dim(), y.dim()} <= {2, 3} or x.shape[-1] != y.shape[-1] or count == others:
+    if not may_share_rows(x, y):
         return None
+    count, others = x.shape[:-1].numel(), y.shape[:-1].numel()
     filled = x.flatten(0, -2).any(-1).nonzero().flatten().cpu()
     if min(len(filled), others) < _FEWEST or count * others > _MOST_PAIRS:
         return None

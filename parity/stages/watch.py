@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -180,9 +179,16 @@ class Watch(TorchFunctionMode):
 
         What an autograd function returns belongs to autograd's graph only after the function has returned.
         """
-        if x.grad_fn is not None and torch.is_grad_enabled() and one not in self._kept:
-            self._kept.add(one)
-            _keep_gradient(one, x.grad_fn, x.output_nr)
+        if x.grad_fn is None or not torch.is_grad_enabled() or one in self._kept:
+            return
+        self._kept.add(one)
+        place = x.output_nr
+
+        def keep(gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[place]
+            one.gradient = None if gradient is None else gradient.detach().clone()
+
+        x.grad_fn.register_prehook(keep)
 
     def _lineage_of(self, x: Tensor) -> tuple[frozenset[str], bool]:
         """Return the reference's parameters that a tensor depends on, and whether it depends on an input."""
@@ -193,14 +199,6 @@ class Watch(TorchFunctionMode):
             self._alive.append(x)
             self._lineages[id(x)] = frozenset(), x.is_floating_point()
         return self._lineages[id(x)]
-
-
-def _keep_gradient(one: Watched, node: Node, place: int) -> None:
-    def keep(gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[place]
-        one.gradient = None if gradient is None else gradient.detach().clone()
-
-    node.register_prehook(keep)
 
 
 @contextmanager
