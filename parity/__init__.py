@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         under,
     )
     from parity.ranks.layout import Parallel, Pipeline, Ranks, over
+    from parity.recordings.recording import recording
     from parity.result import Finding, Result, TensorResult
     from parity.user_error import UserError
     from parity.weights.conversion import convert
@@ -56,6 +57,7 @@ __all__ = [
     "over",
     "pair",
     "rearrange",
+    "recording",
     "reference",
     "reorder",
     "rope_halves",
@@ -90,6 +92,7 @@ _HOME = {
     "over": "ranks.layout",
     "pair": "case.registry",
     "rearrange": "case.weight_map",
+    "recording": "recordings.recording",
     "reorder": "case.weight_map",
     "rope_halves": "case.weight_map",
     "separated_qkv": "case.weight_map",

@@ -214,6 +214,7 @@ class Case:
         at: this process's place among the ranks, which the factory gets as ``ranks=``.
         is_step: whether both return the loss of a training step, so that its own gradient is 1.
         held: the candidate's quantized parameters before that step, by name, if it has any.
+        cotangents: the gradient with respect to each output, by name, if a recorded pass had it; empty draws them.
         part_of: the whole case, if only some of its outputs are compared here; None for all outputs.
         outputs: names of the outputs of this part; empty for all.
     """
@@ -234,6 +235,7 @@ class Case:
     at: Ranks = WHOLE
     is_step: bool = False
     held: Mapping[str, Tensor] = field(default_factory=dict)
+    cotangents: Mapping[str, Tensor] = field(default_factory=dict)
     part_of: Case | None = None
     outputs: tuple[str, ...] = ()
 

@@ -146,6 +146,67 @@ def trace(
 
 @add_command(
     app,
+    "parity judge dump --reference my_pairs.py::llama",
+    "parity judge dump --reference my_pairs.py::llama --size 1 --step 100 -p fp8_current",
+)
+def judge(
+    folder: Annotated[Path, typer.Argument(help="A folder that parity.recording has written.")],
+    reference: Annotated[
+        str, typer.Option(help="FILE::PAIR: what the recorded model should compute.", autocompletion=shared.pairs)
+    ],
+    precision: Annotated[str, typer.Option("-p", "--precision", help="If it is not as recorded.")] = "",
+    size: Annotated[int, typer.Option(help="Which of the pair's sizes is the recorded model's, from 0.")] = 0,
+    step: Annotated[int | None, typer.Option(help="Judge only this step.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Judge only this rank.")] = None,
+    diagnosis: Annotated[float, typer.Option(help="Seconds for the search for a cause, 0 for no limit.")] = 0.0,
+    backend: BackendName = "auto",
+) -> None:
+    """Judge recorded passes, stage by stage, without running the model. The exit code is 1 if anything is wrong."""
+    from parity.cli import recordings
+
+    is_right = recordings.judge(folder, reference, precision, size, step, rank, diagnosis, backend)
+    raise typer.Exit(0 if is_right else 1)
+
+
+@add_command(
+    app,
+    "parity bisect dump_before dump_after",
+    "parity bisect dump_before dump_after --reference my_pairs.py::llama",
+)
+def bisect(
+    first: Annotated[Path, typer.Argument(help="A folder that parity.recording has written.")],
+    second: Annotated[Path, typer.Argument(help="Another one, of the same step in another environment.")],
+    reference: Annotated[
+        str, typer.Option(help="FILE::PAIR: tells which of the two is right.", autocompletion=shared.pairs)
+    ] = "",
+    size: Annotated[int, typer.Option(help="Which of the pair's sizes is the recorded model's, from 0.")] = 0,
+    backend: BackendName = "auto",
+) -> None:
+    """Show the first value in which two recordings differ. The exit code is 1 if one is wrong there."""
+    from parity.cli import recordings
+
+    raise typer.Exit(0 if recordings.bisect(first, second, reference, size, backend) else 1)
+
+
+@add_command(
+    app,
+    "parity environment",
+    "parity environment dump_before dump_after",
+    "parity environment > here.json; parity environment there.json here.json",
+)
+def environment(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Recordings, or files that this command has written: none, one or two.")
+    ] = None,
+) -> None:
+    """Show what numbers depend on here, or in what two environments differ. The exit code is 1 if they do."""
+    from parity.cli import recordings
+
+    raise typer.Exit(0 if recordings.environment(paths or []) else 1)
+
+
+@add_command(
+    app,
     "parity suggest-map my_pairs.py::mlp",
     "parity suggest-map my_pairs.py::mlp --afresh --max-runs 1000",
     "parity suggest-map my_pairs.py::mlp --ranks tp=2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from parity.result import Determinism, Finding, Result, Status
 from parity.te.attention_backend import AttentionBackend, attention_backends
 
 if TYPE_CHECKING:
+    from parity.stages.watch import Watched
     from parity.te import Kernels, Precision
 
 
@@ -40,6 +41,7 @@ class CandidateRun:
         left_out: the message about TE modules that hold weights and did not run; empty if all did.
         summed: noise as large as the loss of sums over micro-batches in gradients that are held in 16 bits, since the
             rounding model makes only one pass.
+        values: what it computed, in order, if its values were recorded.
     """
 
     tensors: Tensors
@@ -56,6 +58,7 @@ class CandidateRun:
     equals: str = ""
     left_out: str = ""
     summed: Tensors = field(default_factory=dict)
+    values: Sequence[Watched] | None = None
 
 
 OnProgress = Callable[[Result | None, bool], object]

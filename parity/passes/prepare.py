@@ -529,6 +529,9 @@ def _prepare_case(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: in
         rng = Rng(seed, "cotangents")
         with drawn.repeated(), torch._C.DisableTorchFunction():  # in golden's pass, torch.empty would return FP64
             for name, output in outputs.items():
+                if case.cotangents:
+                    cotangents[name] = case.cotangents[name].to(output.device).double()
+                    continue
                 drawn_like = torch.ones(output.shape) if case.is_step else rng.normal(*output.shape)
                 cotangents[name] = drawn_like.to(output.device, dtype).double()
         return cotangents

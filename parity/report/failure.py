@@ -40,10 +40,18 @@ def message(item: Item, details: bool = False, limits: str = "") -> str:
         details: whether to add a traceback.
         limits: the file of the table of limits; empty for the packaged one.
     """
-    lines = [_first_line(item), *_explain_margin(item.worst), *_list_causes(item), *measures(item.worst)]
+    lines = [*causes_and_figures(item)]
     if details and item.worst.traceback:
         lines.append(item.worst.traceback)
     return shown.text("\n".join([*lines, f"reproduce: {_as_here()}{reproduce(item.worst, limits)}"]))
+
+
+def causes_and_figures(item: Item) -> Iterator[str]:
+    """Yield the lines on a failed item that say what is wrong and why, with the evidence."""
+    yield _first_line(item)
+    yield from _explain_margin(item.worst)
+    yield from _list_causes(item)
+    yield from measures(item.worst)
 
 
 def _first_line(item: Item) -> str:

@@ -53,11 +53,12 @@ class Located:
 def locate(failure: Failure) -> Iterator[Located]:
     """Yield where a candidate departs from its reference; nothing if its pass cannot be judged stage by stage.
 
-    A candidate that ran elsewhere, as a step of a training, is not run again. Probing inputs that scale the rows of
-    embedding tables are left out, since the scaling is not a part of the candidate.
+    A candidate that ran elsewhere, as a step of a training, is not run again; it may have been recorded. Probing inputs
+    that scale the rows of embedding tables are left out, since the scaling is not a part of the candidate.
     """
     prepared = failure.prepared
-    if failure.request.candidate_run is not None or prepared.scales_lookups:
+    made = failure.request.candidate_run
+    if (made is not None and made.values is None) or prepared.scales_lookups:
         return
     prepared.clock.check()
     try:

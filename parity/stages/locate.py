@@ -85,19 +85,14 @@ def judge_stages(request: Request, prepared: Prepared, freedoms: Sequence[Freedo
 
 
 def _watch_and_judge(request: Request, prepared: Prepared, freedoms: Sequence[Freedom]) -> Stages:
-    watch = Watch({name: tuple(names(left)) for left, right in prepared.weights.items() for name in names(right)})
-    shapes: dict[str, tuple[int, ...]] = {}
-    with attention_backends(request.attention):
-        at = request.case, request.checked, prepared, request.precision, request.seed, request.kernels
-        candidate, _ = run_candidate(
-            *at, lambda module: shapes.update(transfer.parameter_shapes(module)), watching=watch.watching
-        )
+    seen, candidate = _watch_candidate(request, prepared)
     graph = traced_graph(prepared)
     if any(call.name == "grad" for call in graph.trace.calls):
         raise Misfit("the reference computes gradients itself, as in a step of an optimizer")
+    shapes = {name: tuple(x.shape) for name, x in prepared.candidate_weights.items()}
     rows = weight_rows(prepared.weights, shapes, transfer.parameter_shapes(prepared.reference))
     outputs = {name: x for (kind, name), x in candidate.items() if kind == "output"}
-    judge = partial(_match_and_judge, request, prepared, freedoms, graph, watch.seen, candidate, rows, outputs)
+    judge = partial(_match_and_judge, request, prepared, freedoms, graph, seen, candidate, rows, outputs)
     found = judge()
     if found.flagged and not prepared.evaluation:
         held = dict(graph.read)
@@ -108,6 +103,18 @@ def _watch_and_judge(request: Request, prepared: Prepared, freedoms: Sequence[Fr
         found = replace(found, rows_read=dict(graph.read))
         graph.read = held  # a maximum has a gradient in few rows, and reads them all
     return found
+
+
+def _watch_candidate(request: Request, prepared: Prepared) -> tuple[Sequence[Watched], Tensors]:
+    """Return the values of the candidate's pass, in order, and its tensors; it runs once, unless it was recorded."""
+    made = request.candidate_run
+    if made is not None and made.values is not None:
+        return made.values, made.tensors
+    watch = Watch({name: tuple(names(left)) for left, right in prepared.weights.items() for name in names(right)})
+    with attention_backends(request.attention):
+        at = request.case, request.checked, prepared, request.precision, request.seed, request.kernels
+        candidate, _ = run_candidate(*at, watching=watch.watching)
+    return watch.seen, candidate
 
 
 def _match_and_judge(

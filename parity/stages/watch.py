@@ -41,6 +41,7 @@ class Watched:
         is_result: whether a module, a function of TE or a linear layer returned it or was given it, so that everything
             that reads it is known to the reference as well.
         gradient: the gradient that reached it; None if none did.
+        module: the path of the submodule that was running.
     """
 
     order: int
@@ -52,6 +53,7 @@ class Watched:
     weights: tuple[str, ...]
     is_result: bool = False
     gradient: Tensor | None = None
+    module: str = ""
 
     @property
     def is_activation(self) -> bool:
@@ -69,15 +71,18 @@ class Watch(TorchFunctionMode):
 
     Args:
         theirs: by each of the candidate's parameters, the reference's parameters that the weight map makes it of.
+        keeps: whether the values of the submodule with a path are kept; others are only followed.
     """
 
-    def __init__(self, theirs: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, theirs: Mapping[str, tuple[str, ...]], keeps: Callable[[str], bool] = lambda path: True) -> None:
         super().__init__()
+        self._keeps = keeps
         self.seen: list[Watched] = []
         self._theirs = theirs
         self._names: dict[int, str] = {}
         self._paths: dict[int, str] = {}
         self._inside = 0  # how many calls of TE are running, one within the other
+        self._running: list[str] = []  # the paths of the submodules that are running
         self._forget_pass()
 
     def _forget_pass(self) -> None:
@@ -105,6 +110,7 @@ class Watch(TorchFunctionMode):
                 yield
         finally:
             self._inside = 0
+            self._running.clear()
             for handle in handles:
                 handle.remove()
 
@@ -129,6 +135,12 @@ class Watch(TorchFunctionMode):
         return result
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if id(module) in self._paths:
+            path = self._paths[id(module)]
+            if self._keeps(path) and not self._keeps(self._module):
+                with torch._C.DisableTorchFunction():
+                    self._note_begin(path, tensors_in(args))
+            self._running.append(path)
         if self._is_opaque(module):
             self._inside += 1
 
@@ -138,6 +150,20 @@ class Watch(TorchFunctionMode):
         if id(module) in self._paths and not self._inside:
             own = list(module.parameters(recurse=False))
             self._note_call(f"module {self._paths[id(module)]}", (args, own), result, True)
+        if id(module) in self._paths and self._running:
+            self._running.pop()
+
+    @property
+    def _module(self) -> str:
+        """The path of the submodule that is running."""
+        return self._running[-1] if self._running else ""
+
+    def _note_begin(self, path: str, given: list[Tensor]) -> None:
+        """Note what a submodule is given by one whose values are not kept."""
+        for x in given:
+            if id(x) not in self._known and _is_compared(x):
+                made = f"given to {path}", x.detach().clone(), *self._lineage_of(x)
+                self._note_value(x, Watched(len(self.seen), *made, (), ()))
 
     def _is_opaque(self, module: nn.Module) -> bool:
         """Return whether a module's own calls are kernels': TE calls these in the open where no gradient is needed."""
@@ -166,13 +192,14 @@ class Watch(TorchFunctionMode):
                 self._known[id(x)].is_result = True
                 continue
             self._lineages[id(x)] = lineage, from_input
-            if x.is_floating_point() and x.layout is torch.strided and x.numel() >= SMALLEST:
-                one = Watched(
-                    len(self.seen), name, x.detach().clone(), lineage, from_input, parents, weights, is_result
-                )
-                self.seen.append(one)
-                self._known[id(x)] = one
-                self._keep_gradient(one, x)
+            if _is_compared(x) and self._keeps(self._module):
+                made = name, x.detach().clone(), lineage, from_input, parents, weights, is_result
+                self._note_value(x, Watched(len(self.seen), *made, module=self._module))
+
+    def _note_value(self, x: Tensor, one: Watched) -> None:
+        self.seen.append(one)
+        self._known[id(x)] = one
+        self._keep_gradient(one, x)
 
     def _keep_gradient(self, one: Watched, x: Tensor) -> None:
         """Keep the gradient that reaches a value; the tensor gets no hook, which would forbid writing to some results.
@@ -199,6 +226,10 @@ class Watch(TorchFunctionMode):
             self._alive.append(x)
             self._lineages[id(x)] = frozenset(), x.is_floating_point()
         return self._lineages[id(x)]
+
+
+def _is_compared(x: Tensor) -> bool:
+    return x.is_floating_point() and x.layout is torch.strided and x.numel() >= SMALLEST
 
 
 @contextmanager

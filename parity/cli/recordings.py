@@ -1,0 +1,245 @@
+"""Judge recordings of a training, and compare two of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tabulate import tabulate
+
+from parity import data_files, shown, te
+from parity.case import registry
+from parity.case.case import Case
+from parity.case.validate import CheckedSize, check_case
+from parity.plugin.options import check_precisions, parse_backend
+from parity.recordings.differences import Bisection, Difference, bisect_passes
+from parity.recordings.environment import compare_environments, describe_environment
+from parity.recordings.folder import StoredPass, read
+from parity.recordings.judged import JudgedPass, judge_pass
+from parity.report.failure import causes_and_figures
+from parity.report.numbers import plural, short
+from parity.report.record import Item
+from parity.search.located import describe_place
+from parity.stages.judge import Judged
+from parity.stages.locate import Stages, is_flagged
+from parity.te import Kernels
+from parity.user_error import UserError
+
+_MOST_TOLD = 8  # differences of outputs and gradients
+
+
+def judge(
+    folder: Path,
+    reference: str,
+    precision: str,
+    size: int,
+    step: int | None,
+    rank: int | None,
+    seconds: float,
+    backend: str,
+) -> bool:
+    """Print the verdict on each recorded pass, and return whether all are right at the end and at each stage.
+
+    Args:
+        folder: the recording.
+        reference: ``my_pairs.py::my_model``, or only the file if it declares one pair.
+        precision: a key of ``PRECISIONS``; empty for the recorded one.
+        size: the number of the pair's size that is the recorded model's.
+        step, rank: the only ones to judge; None for all.
+        seconds: real time for each search for a cause, 0 for no limit.
+        backend: where the reference computes: ``auto``, ``gpu`` or ``cpu``.
+
+    Raises:
+        UserError: if the recording is damaged, or does not fit the pair.
+    """
+    if precision:
+        check_precisions((precision,), "--precision")
+    passes = _select_passes(folder, step, rank)
+    case, checked, kernels = _load_pair(reference, size, backend)
+    judged = [judge_pass(one, case, checked, kernels, precision, seconds) for one in passes]
+    for one in judged:
+        print(shown.text("\n".join(_list_verdict(one))))
+    wrong = sum(not _is_right(one) for one in judged)
+    passes_in_words = f"{len(judged)} pass{'es' * (len(judged) != 1)}"
+    print(f"{len(judged) - wrong} of {passes_in_words} right, at the end and at each stage")
+    return not wrong
+
+
+def _select_passes(folder: Path, step: int | None, rank: int | None) -> list[StoredPass]:
+    known = read(folder)
+    found = [one for one in known if step in (None, one.index.step) and rank in (None, one.index.rank)]
+    if not found:
+        steps = ", ".join(dict.fromkeys(str(one.index.step) for one in known))
+        raise UserError(f"{folder} has no such pass: it holds steps {steps} of {plural(known[0].index.ranks, 'rank')}")
+    return found
+
+
+def _load_pair(target: str, size: int, backend: str) -> tuple[Case, CheckedSize, Kernels]:
+    case = registry.only(target)
+    kernels = te.kernels(parse_backend(backend))
+    (checked,) = check_case(replace(case, sizes=(registry.size_of(case, size),)), kernels.te)
+    return case, checked, kernels
+
+
+def _is_right(one: JudgedPass) -> bool:
+    flagged = () if one.stages is None or one.stored.index.is_modelled_roughly else one.stages.flagged
+    return one.result.passed and not flagged
+
+
+def _list_verdict(one: JudgedPass) -> Iterator[str]:
+    result = one.result
+    mark = "✓" if _is_right(one) else "✗"
+    margin = f", margin {short(result.margin)}" if result.status in ("passed", "failed") else ""
+    yield f"{mark} {one.stored.index} at {one.precision}: {result.status}{margin}"
+    if not result.passed:
+        yield from (f"  {line}" for line in causes_and_figures(Item((result,))))
+    if one.stages is not None:
+        yield from (f"  {line}" for line in _list_stages(one.stages, result.passed))
+    yield from (f"  note: {note}" for note in (*one.notes, *result.notes))
+
+
+def _list_stages(stages: Stages, passed: bool) -> Iterator[str]:
+    right = len(stages.all) - len(stages.flagged)
+    yield f"stages: {right} of {len(stages.all)} are as right as rounding allows"
+    if stages.flagged and passed:
+        first = stages.flagged[0]
+        where = describe_place(stages) or "over several layers"
+        yield f"though the pass is right at its end, it departs from the reference {where}: {_describe_size(first)}"
+
+
+def _describe_size(one: Judged) -> str:
+    if one.is_missing:
+        return "the gradient there is missing"
+    return f"the error is {short(one.error)} where {short(one.expected)} is expected"
+
+
+# Two recordings.
+
+
+def bisect(first: Path, second: Path, reference: str, size: int, backend: str) -> bool:
+    """Print where two recordings begin to differ, and return whether that may be rounding, by the reference.
+
+    Args:
+        first, second: the recordings, of the same step.
+        reference: a pair that tells which of the two is right; empty to compare them alone.
+        size: the number of the pair's size that is the recorded model's.
+        backend: where the reference computes.
+
+    Raises:
+        UserError: if the recordings are damaged, are of other passes, or do not fit the pair.
+    """
+    pairs = list(_match_passes(read(first), read(second), first, second))
+    _print_environments(pairs[0][0].index.environment, pairs[0][1].index.environment, first.name, second.name)
+    pair = _load_pair(reference, size, backend) if reference else None
+    is_right = True
+    for one, other in pairs:
+        found = bisect_passes(one, other)
+        print(shown.text("\n".join(_list_differences(one, found))))
+        if pair is not None and not found.is_same:
+            for path, stored in ((first, one), (second, other)):
+                judged = judge_pass(stored, *pair)
+                print(shown.text("\n".join(_list_side(path.name, judged, found))))
+                is_right = is_right and _is_right(judged)
+    return is_right
+
+
+def _match_passes(
+    first: Sequence[StoredPass], second: Sequence[StoredPass], *paths: Path
+) -> Iterator[tuple[StoredPass, StoredPass]]:
+    by_stem = {one.index.stem: one for one in second}
+    both = [(one, by_stem[one.index.stem]) for one in first if one.index.stem in by_stem]
+    if not both:
+        raise UserError(f"{paths[0]} and {paths[1]} have no pass in common: record the same steps on as many ranks")
+    return iter(both)
+
+
+def _list_differences(one: StoredPass, found: Bisection) -> Iterator[str]:
+    if found.is_same:
+        yield f"{one.index}: equal to the bit"
+        return
+    yield f"{one.index}:"
+    for told, first in (("forward", found.forward), ("backward", found.backward)):
+        yield f"  {told}: {'equal to the bit' if first is None else f'first differs {first}'}"
+    rows = [
+        (f"{'d ' * (each.kind == 'gradient of weight')}{each.name}", short(each.relative), short(each.roundings))
+        for each in found.later[:_MOST_TOLD]
+    ]
+    if rows:
+        headers = ("differs in the end", "relative", "in roundings")
+        yield from (f"  {line}" for line in tabulate(rows, headers, "plain", disable_numparse=True).splitlines())
+    if len(found.later) > _MOST_TOLD:
+        yield f"  and {len(found.later) - _MOST_TOLD} more, by less"
+
+
+def _list_side(name: str, judged: JudgedPass, found: Bisection) -> Iterator[str]:
+    """Yield what the reference says of one side, at the first difference and in the end."""
+    yield f"  {name}: {judged.result.status}, margin {short(judged.result.margin)}"
+    for first in (found.forward, found.backward):
+        stage = None if first is None or judged.stages is None else _find_stage(judged.stages, first)
+        if first is not None and stage is not None:
+            told = "off" if is_flagged(stage) else "as right as rounding allows"
+            yield (
+                f"    where they first differ{' in gradients' * (first.kind != 'value')}, it is {told}: its error is "
+                f"{short(stage.error)}, and {short(stage.expected)} is expected"
+            )
+
+
+def _find_stage(stages: Stages, first: Difference) -> Judged | None:
+    """Return the stage that ends with a value or its gradient, if there is one."""
+    sites = {
+        match.value.number: match.value.site for match in stages.found.values() if match.watched.order == first.place
+    }
+    backward = first.kind != "value"
+    return next(
+        (
+            one
+            for one in stages.all
+            if one.stage.backward == backward
+            if (one.stage.end in sites.values() and not one.stage.parameter if backward else one.stage.number in sites)
+        ),
+        None,
+    )
+
+
+# Environments.
+
+
+def environment(paths: Sequence[Path]) -> bool:
+    """Print an environment as JSON, or in what two differ; return whether they are the same.
+
+    Args:
+        paths: none for this process, one or two recordings or files that this has printed.
+
+    Raises:
+        UserError: if there are more than two, or one is neither.
+    """
+    if len(paths) > 2:
+        raise UserError(f"{len(paths)} environments cannot be compared: name two")
+    known = [_read_environment(path) for path in paths] or [describe_environment()]
+    if len(known) == 1:
+        print(json.dumps(known[0], indent=2))
+        return True
+    return _print_environments(known[0], known[1], paths[0].name, paths[1].name)
+
+
+def _print_environments(first: dict[str, str], second: dict[str, str], *names: str) -> bool:
+    rows = list(compare_environments(first, second))
+    if rows:
+        print(shown.text(tabulate(rows, ("environment", *names), "plain", disable_numparse=True)))
+    else:
+        print("the environments are the same")
+    return not rows
+
+
+def _read_environment(path: Path) -> dict[str, str]:
+    if path.is_dir():
+        return read(path)[0].index.environment
+    try:
+        found = data_files.parsed(path.read_bytes(), dict)
+    except (OSError, data_files.NotReadableError) as error:
+        raise UserError(
+            f"{path} is neither a recording nor an environment as `parity environment` prints it: {error}"
+        ) from error
+    return {str(name): str(value) for name, value in found.items()}

@@ -1,0 +1,156 @@
+"""Find the first value in which two recordings of one pass differ, and say how far, in roundings of its dtype.
+
+Two environments run the same step: other versions of TE or PyTorch, another driver, GPU or container. Where both were
+given the same numbers, the first value that differs shows which call computes otherwise. What follows differs because
+its arguments do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from parity.numerics.errors import norm_of
+from parity.recordings.folder import RecordedValue, StoredPass
+from parity.shown import few_of
+from parity.user_error import UserError
+
+Kind = Literal["value", "gradient of value", "gradient of weight", "output"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which two passes differ.
+
+    Attributes:
+        kind: what it is.
+        place: the number of the value; -1 for a parameter's gradient or an output.
+        name: the function that returned the value, or the parameter or output.
+        module: the submodule in which it was computed.
+        relative: the norm of the difference over that of the first.
+        roundings: the same over the rounding error of its dtype, as a root mean square.
+        elements: how many elements differ, of all.
+        dtype: its dtype.
+    """
+
+    kind: Kind
+    place: int
+    name: str
+    module: str
+    relative: float
+    roundings: float
+    elements: tuple[int, int]
+    dtype: str
+
+    def __str__(self) -> str:
+        where = f"{self.name} in {self.module}" if self.module else self.name
+        what = {"value": "the result of ", "gradient of value": "the gradient at the result of "}.get(
+            self.kind, f"the {self.kind} "
+        )
+        some, count = self.elements
+        return (
+            f"{what}{where}: {some:,} of {count:,} elements differ, by {self.relative:.2g} of its norm, which is "
+            f"{self.roundings:.2g} times what rounding to {self.dtype} does"
+        )
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """How two passes differ.
+
+    Attributes:
+        forward: the first value that differs; None if all are equal to the bit.
+        backward: the first gradient that differs, in the order of the backward pass.
+        later: by how much outputs and parameters' gradients differ, the largest first.
+    """
+
+    forward: Difference | None
+    backward: Difference | None
+    later: tuple[Difference, ...]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether everything is equal to the bit."""
+        return self.forward is None and self.backward is None and not self.later
+
+
+def bisect_passes(first: StoredPass, second: StoredPass) -> Bisection:
+    """Return where two recordings of one pass begin to differ.
+
+    Raises:
+        UserError: if they are not of the same pass: their weights or arguments differ, or the calls of their models.
+    """
+    _check_same_beginning(first, second)
+    values = first.index.values
+    with first.opened() as one, second.opened() as other:
+
+        def compare(kind: Kind, places: Iterator[int]) -> Difference | None:
+            for place in places:
+                key = f"{kind} {place}"
+                found = _measure(kind, place, values[place], one(key), other(key))
+                if found is not None:
+                    return found
+            return None
+
+        forward = compare("value", iter(range(len(values))))
+        with_gradient = (place for place in reversed(range(len(values))) if values[place].has_gradient)
+        backward = compare("gradient of value", with_gradient)
+        later = [*_compare_named(first, one, other, "output"), *_compare_named(first, one, other, "gradient of weight")]
+    return Bisection(forward, backward, tuple(sorted(later, key=lambda one: -one.roundings)))
+
+
+def _compare_named(
+    first: StoredPass, one: Callable[[str], Tensor], other: Callable[[str], Tensor], kind: Kind
+) -> Iterator[Difference]:
+    for key in first.index.tensors:
+        if key.startswith(f"{kind} "):
+            name = key[len(kind) + 1 :]
+            value = RecordedValue(name, "", (), False, (), (), False, False)
+            found = _measure(kind, -1, value, one(key), other(key))
+            if found is not None:
+                yield found
+
+
+def _measure(kind: Kind, place: int, value: RecordedValue, one: Tensor, other: Tensor) -> Difference | None:
+    if torch.equal(one, other):
+        return None
+    apart = one.double() - other.double()
+    size = norm_of(one.double())
+    relative = norm_of(apart) / size if size else math.inf
+    # Rounding to nearest leaves an error that is about evenly spread over half an ulp, either way.
+    of_rounding = torch.finfo(one.dtype).eps / math.sqrt(12.0) / math.sqrt(2.0)
+    count = int((apart != 0).sum() + apart.isnan().sum())
+    dtype = str(one.dtype).removeprefix("torch.")
+    at = value.name.removeprefix("te."), value.module
+    return Difference(kind, place, *at, relative, relative / of_rounding, (count, one.numel()), dtype)
+
+
+def _check_same_beginning(first: StoredPass, second: StoredPass) -> None:
+    with first.opened() as one, second.opened() as other:
+        for kind, told in (("weight", "parameters"), ("argument", "arguments")):
+            mine, theirs = (_keys_of(each, kind) for each in (first, second))
+            if mine != theirs:
+                raise UserError(f"the recordings are of other models: {few_of(sorted(mine ^ theirs))} is in only one")
+            differing = [key for key in sorted(mine) if not torch.equal(one(key), other(key))]
+            if differing:
+                raise UserError(
+                    f"the two passes began with other {told} ({few_of(differing)}), so what follows must differ: "
+                    "record the first step of both, from the same checkpoint and on the same batch"
+                )
+    calls = [[" in ".join(filter(None, (x.name, x.module))) for x in each.index.values] for each in (first, second)]
+    for place, (mine_there, theirs_there) in enumerate(zip_longest(*calls, fillvalue="no call")):
+        if mine_there != theirs_there:
+            raise UserError(
+                f"the two models make other calls from value {place} on: {mine_there}, and {theirs_there}; compare "
+                "recordings of the same code and the same attention backend"
+            )
+
+
+def _keys_of(stored: StoredPass, kind: str) -> set[str]:
+    return {key for key in stored.index.tensors if key.startswith(f"{kind} ")}

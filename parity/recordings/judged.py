@@ -1,0 +1,296 @@
+"""Judge a recorded pass by a pair's reference: no candidate runs, and the recorded values begin and end each stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.case import transfer
+from parity.case.case import Case, Pair
+from parity.case.validate import CheckedSize
+from parity.case.weight_map import WeightMap, names
+from parity.comparison import explain_at, judge_at
+from parity.judge.limits import packaged
+from parity.judge.request import CandidateRun, Request
+from parity.passes.all_passes import Tensors
+from parity.passes.prepare import prepare
+from parity.recordings.folder import DELAYED, StoredPass, Unrecorded, unpacked
+from parity.result import Result
+from parity.shown import few_of
+from parity.stages.locate import Stages, judge_stages
+from parity.stages.watch import Watched
+from parity.te import PRECISIONS, Kernels
+from parity.trace.calls import Misfit
+from parity.user_error import UserError
+
+
+@dataclass(frozen=True)
+class JudgedPass:
+    """A recorded pass and its verdict.
+
+    Attributes:
+        stored: the pass.
+        precision: the precision that it was judged at.
+        result: the verdict, with findings if it failed.
+        stages: its stages; None if it cannot be judged stage by stage.
+        notes: what could not be judged.
+    """
+
+    stored: StoredPass
+    precision: str
+    result: Result
+    stages: Stages | None
+    notes: tuple[str, ...]
+
+
+def judge_pass(
+    stored: StoredPass, case: Case, checked: CheckedSize, kernels: Kernels, precision: str = "", seconds: float = 0.0
+) -> JudgedPass:
+    """Judge a recorded pass.
+
+    Args:
+        stored: the pass.
+        case: a pair whose reference is what the recorded model should compute, and whose map knows its parameters.
+        checked: the size at which the pair has the recorded model's shapes.
+        kernels: TE's kernels, on whose device the reference computes.
+        precision: a key of ``PRECISIONS``; empty for the recorded one.
+        seconds: real time for the search for a cause, 0 for no limit.
+
+    Raises:
+        UserError: if the pair does not fit the recording.
+    """
+    at = PRECISIONS[precision or precision_of(stored)]
+    pair = case.build(kernels.te, checked.size)
+    weights = _read_weights(stored, pair)
+    notes = list(stored.index.notes)
+    if stored.index.autocast:
+        notes.append(
+            "it ran under torch.autocast, which rounds more often than the model that it is judged by: a stage may be "
+            "off by twice the expected error"
+        )
+    if DELAYED in stored.index.recipes.values():
+        if stored.index.unscaled:
+            raise UserError(
+                f"{stored.index}: delayed scaling had no scale yet for gradients of {few_of(stored.index.unscaled)}; "
+                "record a later step, since gradients vanish in the first one"
+            )
+        notes.append(
+            "delayed scaling takes its scales from steps that were not recorded, so each tensor is modelled with its "
+            "own: a stage may be off by more than the expected error"
+        )
+    tensors, unreached = _read_candidate(stored, pair, notes)
+    values = read_values(stored, pair.weights)
+    recorded = _RecordedInputs(stored, pair, at.dtype)
+    whole = dataclasses.replace(
+        case,
+        factory=lambda te, **size: _with_recorded(case, te, size, weights, recorded, not _has_gradients(tensors)),
+        vary_constants=False,
+        probe=False,
+        cotangents=_read_cotangents(stored, tensors),
+    )
+    run = CandidateRun(tensors, unreached, values=values)
+    comparison = judge_at(whole, checked, at, 0, kernels, packaged(), candidate_run=run)
+    stages = None
+    if comparison.result.status in ("passed", "failed"):
+        with suppress(Misfit):
+            request = Request(whole, checked, at, 0, kernels, packaged(), candidate_run=run)
+            stages = judge_stages(request, prepare(whole, checked, at.dtype, 0, kernels))
+    return JudgedPass(stored, at.name, explain_at(comparison, seconds), stages, tuple(notes))
+
+
+def precision_of(stored: StoredPass) -> str:
+    """Return the precision in which a pass was recorded: by its recipes, else by its parameters.
+
+    Raises:
+        UserError: if it has several recipes, or one that parity has no rounding model for.
+    """
+    index = stored.index
+    recipes = {recipe for recipe in index.recipes.values() if recipe}
+    if len(recipes) > 1 or (recipes and "" in index.recipes.values()):
+        raise UserError(
+            f"{index} mixes recipes: {_list_recipes(index.recipes)}. Name the precision to judge it by with -p; "
+            "stages under another recipe will be off"
+        )
+    if recipes:
+        (recipe,) = recipes
+        found = next((one.name for one in PRECISIONS.values() if one.recipe == recipe), None)
+        if found is None:
+            raise UserError(
+                f"{index} was computed under {recipe}, which is none of {', '.join(PRECISIONS)}: name one with -p"
+            )
+        return found
+    dtype = index.autocast or max(index.dtypes, key=lambda name: index.dtypes[name])
+    plain = {str(one.dtype).removeprefix("torch."): one.name for one in reversed(PRECISIONS.values()) if not one.recipe}
+    if dtype not in plain:
+        raise UserError(f"{index} was computed in {dtype}; name the precision to judge it by with -p")
+    return plain[dtype]
+
+
+def _list_recipes(recipes: Mapping[str, str]) -> str:
+    by_recipe: dict[str, list[str]] = {}
+    for path, recipe in recipes.items():
+        by_recipe.setdefault(recipe or "none", []).append(path or "the model")
+    return "; ".join(f"{recipe} in {few_of(paths)}" for recipe, paths in by_recipe.items())
+
+
+# The pair, with what was recorded.
+
+
+def _with_recorded(
+    case: Case,
+    te: ModuleType,
+    size: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    recorded: _RecordedInputs,
+    evaluation: bool,
+) -> Pair:
+    pair = case.factory(te, **size)
+    transfer.fill(pair.reference, weights)
+    return dataclasses.replace(
+        pair,
+        inputs=lambda rng: recorded.tensors,
+        call_reference=recorded.around(pair.call_reference),
+        call_candidate=recorded.around(None, every=True),
+        fill=True,
+        evaluation=evaluation,
+    )
+
+
+def _read_weights(stored: StoredPass, pair: Pair) -> dict[str, Tensor]:
+    """Return the reference's parameters, made of the recorded ones by the pair's map."""
+    own = {name: tuple(x.shape) for name, x in pair.candidate.named_parameters()}
+    held = {name: stored.index.tensors[f"weight {name}"] for name in _names_of(stored, "weight")}
+    count = stored.index.ranks
+    each = f" (each of {count} ranks recorded its own parts, which are not put together)" if count > 1 else ""
+    if own.keys() != held.keys():
+        only = {"the pair": sorted(own.keys() - held.keys()), "the recording": sorted(held.keys() - own.keys())}
+        told = "; ".join(f"only {where} has {few_of(some)}" for where, some in only.items() if some)
+        raise UserError(f"the pair's TE module is not the recorded model: {told}{each}")
+    differing = [name for name in own if own[name] != held[name]]
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"{name} is {held[name]} in the recording and {own[name]} in the pair: give the pair a size that is the "
+            f"recorded model's, and name it with --size{each}"
+        )
+    shapes = transfer.parameter_shapes(pair.reference)
+    return transfer.to_reference(pair.weights, {name: x.double() for name, x in stored.named("weight").items()}, shapes)
+
+
+def _names_of(stored: StoredPass, kind: str) -> list[str]:
+    return [key[len(kind) + 1 :] for key in stored.index.tensors if key.startswith(f"{kind} ")]
+
+
+class _RecordedInputs:
+    """What the model was called with: tensors that get gradients are the pair's inputs, the rest is fixed.
+
+    Attributes:
+        tensors: the inputs, by name.
+    """
+
+    def __init__(self, stored: StoredPass, pair: Pair, dtype: torch.dtype) -> None:
+        self._arguments = stored.index.arguments
+        self._given = stored.named("argument")
+        self._reference = pair.reference
+        moving = set(_names_of(stored, "gradient of argument"))
+        self.tensors = {
+            f"argument_{name}": x for name, x in self._given.items() if name in moving or not x.is_floating_point()
+        }
+
+    def around(self, call: Callable[..., Any] | None, every: bool = False) -> Callable[..., Any]:
+        """Return the call of a module with the recorded arguments: those that it takes, or every one."""
+
+        def recorded(module: nn.Module, **inputs: Tensor) -> Any:
+            dtype = next((x.dtype for x in module.parameters() if x.is_floating_point()), torch.float32)
+
+            def tensor(name: str) -> Tensor:
+                if f"argument_{name}" in inputs:
+                    return inputs[f"argument_{name}"]
+                x = self._given[name]
+                return x.to(next(module.parameters()).device, dtype if x.is_floating_point() else None)
+
+            given = unpacked(self._arguments, tensor)
+            args, kwargs = given["args"], given["kwargs"]
+            if not every:
+                kwargs = _without_unknown(call or module.forward, kwargs)
+            return call(module, *args, **kwargs) if call else module(*args, **kwargs)
+
+        return recorded
+
+
+def _without_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what only TE's modules are told and the reference does not take, unless it is a tensor."""
+    parameters = inspect.signature(function).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return dict(kwargs)
+    unknown = [name for name in kwargs if name not in parameters]
+    told = [name for name in unknown if isinstance(kwargs[name], (Tensor, Unrecorded))]
+    if told:
+        raise UserError(
+            f"the recorded model was given {few_of(told)}, which the reference does not take: declare a call_reference "
+            "that takes what the recorded model was called with"
+        )
+    return {name: x for name, x in kwargs.items() if name in parameters}
+
+
+# What the recorded model computed.
+
+
+def _read_candidate(stored: StoredPass, pair: Pair, notes: list[str]) -> tuple[Tensors, tuple[str, ...]]:
+    """Return the outputs and gradients in the reference's layout, and the parameters that no gradient reached."""
+    tensors: Tensors = {("output", name): x for name, x in stored.named("output").items()}
+    if not _names_of(stored, "gradient of output"):
+        return tensors, ()
+    own = stored.named("gradient of weight")
+    missing = {name for name in _names_of(stored, "weight") if name not in own}
+    if not own or missing - set(stored.index.unreached):
+        notes.append("gradients of parameters are not judged, since not all were recorded")
+        return tensors, ()
+    zeros = {name: torch.zeros(stored.index.tensors[f"weight {name}"]) for name in missing}
+    shapes = transfer.parameter_shapes(pair.reference)
+    moved = transfer.gradients_to_reference(pair.weights, own | zeros, shapes)
+    trained = {name for name, x in pair.reference.named_parameters() if x.requires_grad}
+    tensors |= {("weight gradient", name): x for name, x in moved.items() if name in trained}
+    tensors |= {("input gradient", f"argument_{name}"): x for name, x in stored.named("gradient of argument").items()}
+    return tensors, stored.index.unreached
+
+
+def _has_gradients(tensors: Tensors) -> bool:
+    return any(kind != "output" for kind, _ in tensors)
+
+
+def _read_cotangents(stored: StoredPass, tensors: Tensors) -> dict[str, Tensor]:
+    """Return the gradient at each output; zeros where none came."""
+    known = stored.named("gradient of output")
+    return {name: known.get(name, torch.zeros_like(x)) for (kind, name), x in tensors.items() if kind == "output"}
+
+
+def read_values(stored: StoredPass, weights: WeightMap) -> list[Watched]:
+    """Return the recorded values, with the reference's parameters that each was computed from."""
+    theirs = {name: tuple(names(left)) for left, right in weights.items() for name in names(right)}
+    found: list[Watched] = []
+    with stored.opened() as read:
+        for place, one in enumerate(stored.index.values):
+            found.append(
+                Watched(
+                    place,
+                    one.name,
+                    read(f"value {place}"),
+                    frozenset(other for name in one.lineage for other in theirs.get(name, ())),
+                    one.from_input,
+                    tuple(found[parent] for parent in one.parents),
+                    one.weights,
+                    one.is_result,
+                    read(f"gradient of value {place}") if one.has_gradient else None,
+                    one.module,
+                )
+            )
+    return found

@@ -1,0 +1,423 @@
+"""Record what a model computes in some steps of a running training.
+
+Nothing in the training has to change: hooks see when a model with parameters is called, and when an optimizer has made
+a step. A pass that is recorded is watched as ``parity.stages`` watches a candidate. Its tensors are copied to the host
+as soon as its gradients are known, and another thread writes them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from parity.machine.devices import in_words
+from parity.passes.one_pass import named_outputs
+from parity.recordings import folder as stored
+from parity.recordings.environment import describe_environment
+from parity.recordings.folder import DELAYED, RecordedPass, RecordedValue, key_of
+from parity.stages.watch import Watch, Watched
+from parity.te.state import dequantized_tensor, state_manager
+from parity.trace.whose import is_of_te
+from parity.user_error import UserError
+
+_MOST = 16 << 30  # bytes of one pass, weights included
+_WRAPPED = "module."  # how DistributedDataParallel names what it wraps
+
+
+@contextmanager
+def recording(
+    folder: str | Path,
+    steps: Collection[int] = (0,),
+    modules: str | Sequence[str] = "*",
+    model: nn.Module | None = None,
+    passes: int = 1,
+    max_bytes: int = _MOST,
+) -> Iterator[Recorder]:
+    """Record what a model computes in some steps of the training within the context.
+
+    A step ends when an optimizer has made its step; without one, call ``next_step`` of what the context yields. Each
+    rank writes its own files, which may be in one folder.
+
+    Args:
+        folder: a new or empty folder, for this recording alone.
+        steps: the numbers of the steps to record, from 0, counted from the beginning of the context.
+        modules: patterns of the submodules whose values are recorded, such as ``layers.3`` or ``layers.*``; those
+            inside them are as well.
+        model: the model to record; None for whatever module with parameters is called, outside of any other's call.
+        passes: how many passes of a step are recorded, such as of its first micro-batches.
+        max_bytes: the most that a pass may take on disk; values beyond are left out, the latest first.
+
+    Raises:
+        UserError: if the folder holds a recording, or an argument is not as above.
+    """
+    path = Path(folder)
+    wanted = frozenset(steps)
+    if any(not isinstance(step, int) or step < 0 for step in wanted) or not wanted:
+        raise UserError(f"steps={steps!r} should be numbers of steps, from 0: steps=[0, 100]")
+    if passes < 1 or max_bytes < 1:
+        raise UserError("passes and max_bytes should be at least 1")
+    rank, ranks = _place_among_ranks()
+    if any(path.glob(f"step-*-rank-{rank}.json")):
+        raise UserError(f"{path} already holds a recording; name another folder, or remove it")
+    path.mkdir(parents=True, exist_ok=True)
+    patterns = (modules,) if isinstance(modules, str) else tuple(modules)
+    recorder = Recorder(path, wanted, patterns, model, passes, max_bytes, _agree_on_name(), rank, ranks)
+    with recorder.watching():
+        yield recorder
+
+
+def _place_among_ranks() -> tuple[int, int]:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _agree_on_name() -> str:
+    """Return a new name for a recording, the same on all ranks, each of which must call this."""
+    names = [uuid.uuid4().hex]
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+@dataclass
+class _Running:
+    """A pass of which the gradients are still to come.
+
+    Attributes:
+        number: which of the step's passes it is.
+        root: the model.
+        watch: watches the forward pass.
+        weights: the model's parameters before the pass, by name.
+        arguments: what it was called with, as JSON.
+        given: the tensors among these, by name.
+        outputs: its outputs, by name.
+        gradients: gradients of parameters, arguments and outputs, by key.
+        recipes: TE's recipes, by submodule.
+        unscaled: submodules whose delayed scaling has seen no gradient yet.
+        autocast: the dtype of ``torch.autocast``.
+        is_training: whether the model was in training mode.
+        paths: each submodule's path, by its id.
+        notes: what was left out.
+        hooks: removed once gradients of parameters may be another pass's.
+    """
+
+    number: int
+    root: nn.Module
+    watch: Watch
+    weights: dict[str, Tensor]
+    autocast: str
+    is_training: bool
+    arguments: Any = None
+    given: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    recipes: dict[str, str] = field(default_factory=dict)
+    unscaled: list[str] = field(default_factory=list)
+    paths: dict[int, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    hooks: ExitStack = field(default_factory=ExitStack)
+
+    def keep_gradient(self, key: str, gradient: Tensor) -> None:
+        """Keep a gradient, or add it to another one of the same tensor."""
+        own = gradient.detach().clone()
+        self.gradients[key] = self.gradients[key] + own if key in self.gradients else own
+
+
+class Recorder:
+    """Records a training; made by ``recording``.
+
+    Attributes:
+        step: the number of the current step.
+        written: the names of the passes that were recorded so far.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        steps: Collection[int],
+        patterns: Sequence[str],
+        model: nn.Module | None,
+        passes: int,
+        max_bytes: int,
+        run: str,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.step = 0
+        self.written: list[str] = []
+        self._path, self._steps, self._patterns, self._model = path, steps, patterns, model
+        self._passes, self._max_bytes = passes, max_bytes
+        self._run, self._rank, self._ranks = run, rank, ranks
+        self._environment = describe_environment()
+        self._depth = 0  # of calls of modules, one within the other
+        self._current: _Running | None = None  # the pass whose forward is running
+        self._watching = ExitStack()
+        self._waiting: list[_Running] = []  # passes whose gradients are to come
+        self._count = 0  # passes of this step
+        self._stepping: Any = None  # the optimizer whose steps count
+        self._writer = _Writer(path)
+
+    def next_step(self) -> None:
+        """End a step, for trainings whose optimizer is not one of PyTorch's."""
+        self._finish_passes()
+        self.step += 1
+        self._count = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record within the context; afterwards, everything is on disk."""
+        handles = (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._watching.close()
+            try:
+                self._finish_passes()
+            finally:
+                self._writer.close()
+
+    # When a pass begins and ends.
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._current is not None:
+            if is_of_te(type(module)):
+                self._note_recipe(self._current, module)
+        elif self.step in self._steps and self._is_root(module):
+            for one in self._waiting:  # the next pass's gradients are not to be added
+                one.hooks.close()
+            if self._count < self._passes:
+                self._begin_pass(module)
+            self._count += 1
+
+    def _is_root(self, module: nn.Module) -> bool:
+        if torch._C._current_graph_task_id() != -1:  # a backward pass computes a checkpointed layer again
+            return False
+        if self._model is not None:
+            return module is self._model
+        return self._depth == 1 and next(module.parameters(), None) is not None
+
+    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, returned: Any = None) -> None:
+        """End a call of a module; if it raised, PyTorch gives no keyword arguments."""
+        self._depth -= 1
+        if self._current is not None and module is self._current.root:
+            one, self._current = self._current, None
+            self._watching.close()
+            with torch._C.DisableTorchFunction():
+                self._end_forward(one, args, kwargs, returned)
+            self._waiting.append(one)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._finish_passes()
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping = self._stepping or optimizer
+        if optimizer is self._stepping:
+            self.next_step()
+
+    # What is kept.
+
+    def _begin_pass(self, root: nn.Module) -> None:
+        prefix = _prefix_of(root)
+        names = {name: name.removeprefix(prefix) for name, _ in root.named_parameters()}
+        sharded = next((name for name, x in root.named_parameters() if hasattr(x, "full_tensor")), None)
+        if sharded is not None:
+            raise UserError(
+                f"{sharded} is divided by FSDP, which parity.recording cannot gather: record a training whose ranks "
+                "hold whole parameters, or their tensor parallel parts"
+            )
+        # A parameter may be quantized, and the optimizer will change it.
+        weights = {
+            names[name]: dequantized_tensor(x.detach()).to("cpu", copy=True) for name, x in root.named_parameters()
+        }
+        device = next(root.parameters()).device.type
+        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        watch = Watch(
+            {name: (own,) for name, own in names.items()}, partial(_matches, _prefix_of(root), self._patterns)
+        )
+        one = _Running(self._count, root, watch, weights, autocast.removeprefix("torch."), root.training)
+        one.paths = {id(part): path.removeprefix(prefix) for path, part in root.named_modules()}
+        for name, x in root.named_parameters():
+            if x.requires_grad and x.is_leaf and torch.is_grad_enabled() and not hasattr(x, "main_grad"):
+                keep = partial(one.keep_gradient, key_of("gradient of weight", names[name]))
+                one.hooks.callback(x.register_hook(keep).remove)
+        self._current = one
+        self._watching.enter_context(watch.watching(root))
+
+    def _note_recipe(self, one: _Running, module: nn.Module) -> None:
+        state: Any = getattr(state_manager(), "quantization_state", None)
+        recipe = state.fp8_recipe if state is not None and state.fp8_enabled else None
+        path = one.paths.get(id(module))
+        if path is not None:
+            one.recipes[path] = type(recipe).__name__ if recipe is not None else ""
+            if one.recipes[path] == DELAYED and not _has_scales(module):
+                one.unscaled.append(path)
+
+    def _end_forward(self, one: _Running, args: Any, kwargs: Any, returned: Any) -> None:
+        def keep(x: Tensor) -> str:
+            name = str(len(one.given))
+            one.given[name] = x.detach().to("cpu", copy=True)
+            if x.requires_grad and torch.is_grad_enabled():
+                x.register_hook(partial(one.keep_gradient, key_of("gradient of argument", name)))
+            return name
+
+        one.arguments = stored.packed({"args": tuple(args), "kwargs": kwargs}, keep)
+        if returned is None:  # it raised
+            return
+        for name, x in named_outputs(returned).items():
+            one.outputs[name] = x.detach().to("cpu", copy=True)
+            if x.requires_grad:
+                x.register_hook(partial(one.keep_gradient, key_of("gradient of output", name)))
+
+    def _finish_passes(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.hooks.close()
+            if one.outputs:
+                self._hand_over(one)
+
+    def _hand_over(self, one: _Running) -> None:
+        """Give a pass to the thread that writes it."""
+        tensors = {
+            **{key_of("weight", name): x for name, x in one.weights.items()},
+            **{key_of("argument", name): x for name, x in one.given.items()},
+            **{key_of("output", name): x for name, x in one.outputs.items()},
+            **{key: x.to("cpu") for key, x in one.gradients.items()},
+        }
+        size = sum(x.nbytes for x in tensors.values())
+        values, notes = [], list(one.notes)
+        for place, seen in enumerate(one.watch.seen):
+            size += seen.tensor.nbytes + (0 if seen.gradient is None else seen.gradient.nbytes)
+            if size > self._max_bytes:
+                left = len(one.watch.seen) - place
+                notes.append(f"{left} values are left out, since a pass may take {in_words(self._max_bytes)}")
+                break
+            values.append(_describe_value(seen))
+            tensors[key_of("value", place)] = seen.tensor.to("cpu")
+            if seen.gradient is not None:
+                tensors[key_of("gradient of value", place)] = seen.gradient.to("cpu")
+        reached = {name for name in one.weights if key_of("gradient of weight", name) in tensors}
+        trained = {
+            name.removeprefix(_prefix_of(one.root)) for name, x in one.root.named_parameters() if x.requires_grad
+        }
+        if trained and not reached and any(key.startswith("gradient of output") for key in tensors):
+            notes.append(
+                "no gradient of a parameter was recorded: they are added to main_grad, or came after another pass began"
+            )
+        dtypes = Counter(str(x.dtype).removeprefix("torch.") for x in one.root.parameters())
+        index = RecordedPass(
+            self._run,
+            self._rank,
+            self._ranks,
+            self.step,
+            one.number,
+            type(one.root).__name__,
+            dict(dtypes),
+            one.autocast,
+            one.recipes,
+            one.is_training,
+            tuple(values),
+            one.arguments,
+            tuple(one.outputs),
+            {key: tuple(x.shape) for key, x in tensors.items()},
+            tuple(sorted(trained - reached)) if reached else (),
+            tuple(notes),
+            self._environment,
+            tuple(one.unscaled),
+        )
+        self.written.append(index.stem)
+        self._writer.put(index, tensors)
+
+
+def _has_scales(module: nn.Module) -> bool:
+    """Return whether delayed scaling has set a scale for one of a module's gradients, or the module has none."""
+    meta = getattr(module, "fp8_meta", None)
+    if not isinstance(meta, dict) or next(module.parameters(recurse=False), None) is None:
+        return True
+    state = meta.get("scaling_bwd")
+    return state is not None and bool((state.scale != 1.0).any())
+
+
+def _matches(prefix: str, patterns: Sequence[str], path: str) -> bool:
+    """Return whether a submodule, or one that it is in, has a path of these patterns."""
+    parts = path.removeprefix(prefix).split(".")
+    inside = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatchcase(one, pattern) for one in inside for pattern in patterns)
+
+
+def _prefix_of(root: nn.Module) -> str:
+    names = [name for name, _ in root.named_parameters()]
+    return _WRAPPED if names and all(name.startswith(_WRAPPED) for name in names) else ""
+
+
+def _describe_value(one: Watched) -> RecordedValue:
+    return RecordedValue(
+        one.name,
+        one.module,
+        tuple(sorted(one.lineage)),
+        one.from_input,
+        tuple(parent.order for parent in one.parents),
+        one.weights,
+        one.is_result,
+        one.gradient is not None,
+    )
+
+
+class _Writer:
+    """A thread that writes passes, so that the training goes on meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self._queue: queue.Queue[tuple[RecordedPass, dict[str, Tensor]] | None] = queue.Queue(maxsize=2)
+        self._error: BaseException | None = None
+        self._folder = folder
+        self._thread = threading.Thread(target=self._write_passes, name="parity recording", daemon=True)
+        self._thread.start()
+
+    def put(self, index: RecordedPass, tensors: dict[str, Tensor]) -> None:
+        """Write a pass, later; waits while two are still to be written."""
+        self._raise_error()
+        self._queue.put((index, tensors))
+
+    def close(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            UserError: if something could not be written.
+        """
+        self._queue.put(None)
+        self._thread.join()
+        self._raise_error()
+
+    def _write_passes(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                stored.write(self._folder, *item)
+            except BaseException as error:  # told to the training's own thread
+                self._error = self._error or error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise UserError(f"a recorded pass could not be written to {self._folder}: {error}") from error

@@ -1,0 +1,95 @@
+"""A small model in PyTorch and as a port to TE, whose trainings the tests record."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parity
+
+WIDTH, HEADS, LAYERS = 64, 4, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_norm, self.norm = nn.RMSNorm(WIDTH, eps=1e-5), nn.RMSNorm(WIDTH, eps=1e-5)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.attn_norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(context.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+
+class Port(nn.Module):
+    """The same block of TE's modules; ``mistake`` is one of ``MISTAKES``."""
+
+    def __init__(self, te: ModuleType, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake = mistake
+        self.attn = te.MultiheadAttention(
+            WIDTH,
+            HEADS,
+            qkv_format="bshd",
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            attention_dropout=0.0,
+            input_layernorm=True,
+            normalization="RMSNorm",
+            layernorm_epsilon=1e-5,
+        )
+        self.norm = te.RMSNorm(WIDTH, eps=1e-5)
+        self.up, self.down = te.Linear(WIDTH, 4 * WIDTH), te.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x, attn_mask_type="no_mask" if self.mistake == "mask" else "causal")
+        hidden = self.up(x if self.mistake == "norm" else self.norm(x))
+        if self.mistake == "activation":
+            return x + self.down(hidden * torch.sigmoid(1.702 * hidden))
+        hidden = F.gelu(hidden, approximate="tanh")
+        if self.mistake == "sine":
+            hidden = hidden + 0.3 * torch.sin(2.0 * hidden)
+        down = self.down(hidden)
+        return down if self.mistake == "residual" else x + (down.detach() if self.mistake == "detached" else down)
+
+
+MISTAKES = ("mask", "norm", "activation", "sine", "residual", "detached")
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def port(te: ModuleType, mistake: str = "", layers: int = LAYERS) -> Model:
+    """Return the port, whose last layer has the mistake."""
+    return Model([*(Port(te) for _ in range(layers - 1)), Port(te, mistake)])
+
+
+@parity.pair("model", sizes=[dict(batch=4, seq=16, layers=LAYERS), dict(batch=4, seq=16, layers=3)])
+def model(te: ModuleType, layers: int, **_: Any) -> parity.Pair:
+    own = {
+        "attn_norm.weight": "attn.layernorm_qkv.layer_norm_weight",
+        "qkv.weight": "attn.layernorm_qkv.weight",
+        "qkv.bias": "attn.layernorm_qkv.bias",
+        "out.weight": "attn.proj.weight",
+        "out.bias": "attn.proj.bias",
+        **{name: name for name in ("norm.weight", "up.weight", "up.bias", "down.weight", "down.bias")},
+    }
+    return parity.Pair(
+        reference=Model([Block() for _ in range(layers)]),
+        candidate=port(te, layers=layers),
+        weights={f"layers.{{i}}.{left}": f"layers.{{i}}.{right}" for left, right in own.items()},
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, WIDTH),
+    )

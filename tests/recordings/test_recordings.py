@@ -1,0 +1,369 @@
+"""Steps of a running training are recorded, and judged elsewhere by a pair's reference alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import parity
+from parity import te
+from parity.case import registry
+from parity.case.validate import check_case
+from parity.cli import app
+from parity.ranks.launch import launch
+from parity.recordings import folder
+from parity.recordings.folder import StoredPass
+from parity.recordings.judged import JudgedPass, judge_pass
+from tests.recordings import pairs
+
+KERNELS = te.kernels("cpu")
+FILE = Path(pairs.__file__)
+TARGET = f"{FILE}::model"
+
+
+def ported(mistake: str = "", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(1)
+    return pairs.port(KERNELS.te, mistake).to(dtype)
+
+
+def train(
+    path: Path,
+    module: nn.Module,
+    count: int = 2,
+    recipe: str = "",
+    pass_of: Callable[[nn.Module, Tensor], Any] = lambda module, x: module(x).float().square().mean().backward(),
+    micro_batches: int = 1,
+    optimizer: Callable[..., Any] = torch.optim.SGD,
+    **options: Any,
+) -> list[StoredPass]:
+    """Train a model for some steps, record what is asked for, and return the recording."""
+    import transformer_engine.common.recipe as recipes
+
+    context = nullcontext
+    if recipe:
+        context = lambda: KERNELS.te.autocast(enabled=True, recipe=getattr(recipes, recipe)())  # noqa: E731
+    made = optimizer(module.parameters(), lr=0.01)
+    with parity.recording(path, **{"steps": [count - 1], **options}):
+        for _ in range(count):
+            for _ in range(micro_batches):
+                with context():
+                    pass_of(module, torch.randn(4, 16, pairs.WIDTH, dtype=next(module.parameters()).dtype))
+            made.step()
+            made.zero_grad()
+    return folder.read(path)
+
+
+def judge(stored: StoredPass, size: int = 0) -> JudgedPass:
+    case = registry.only(TARGET)
+    return judge_pass(stored, case, check_case(case, KERNELS.te)[size], KERNELS)
+
+
+def is_right(one: JudgedPass) -> bool:
+    flagged = () if one.stages is None or one.stored.index.is_modelled_roughly else one.stages.flagged
+    return one.result.passed and one.stages is not None and not flagged
+
+
+def with_gradient(module: nn.Module, x: Tensor) -> None:
+    module(x.requires_grad_() * 1.0).float().square().mean().backward()
+
+
+def evaluated(module: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        module(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, module: nn.Module, checkpoint: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layers, self.checkpoint = module.layers, checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.checkpoint(layer, x)
+        return x
+
+
+class Wrapped(nn.Module):
+    """Names its parameters as ``DistributedDataParallel`` does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def torchs_checkpoint(layer: nn.Module, x: Tensor) -> Any:
+    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("precision", "module", "options"),
+    [
+        ("bf16", ported, {}),
+        ("fp32", lambda: ported(dtype=torch.float32), {}),
+        ("fp16", lambda: ported(dtype=torch.float16), {}),
+        ("fp8_current", ported, dict(recipe="Float8CurrentScaling")),
+        ("fp8_delayed", ported, dict(recipe="DelayedScaling", count=4)),
+        ("fp8_block", ported, dict(recipe="Float8BlockScaling")),
+        ("bf16", ported, dict(micro_batches=3)),
+        ("bf16", ported, dict(micro_batches=2, passes=2)),
+        ("bf16", ported, dict(modules="layers.1")),
+        ("bf16", ported, dict(modules=["layers.0.attn*", "layers.1.up"])),
+        ("bf16", ported, dict(max_bytes=700_000)),
+        ("bf16", ported, dict(pass_of=with_gradient)),
+        ("bf16", ported, dict(pass_of=evaluated, count=1)),
+        ("bf16", lambda: Wrapped(ported()), {}),
+        ("bf16", lambda: Checkpointed(ported(), torchs_checkpoint), {}),
+        ("bf16", lambda: Checkpointed(ported(), KERNELS.te.checkpoint), dict(pass_of=with_gradient)),
+    ],
+    ids=lambda one: one if isinstance(one, str) else None,
+)
+def test_recorded_passes_of_a_right_port_are_right(precision: str, module: Any, options: Any, tmp_path: Path):
+    found = [judge(one) for one in train(tmp_path, module(), **options)]
+    assert len(found) == options.get("passes", 1)
+    assert all(one.precision == precision for one in found)
+    assert all(is_right(one) for one in found), [one.result for one in found]
+
+
+def test_a_first_step_of_delayed_scaling_is_not_judged(tmp_path: Path):
+    (stored,) = train(tmp_path, ported(), recipe="DelayedScaling", count=1)
+    with pytest.raises(parity.UserError, match=r"had no scale yet for gradients of layers\.0"):
+        judge(stored)
+
+
+@pytest.mark.parametrize("mistake", pairs.MISTAKES)
+def test_a_mistake_of_a_running_training_is_found_in_its_layer(mistake: str, tmp_path: Path):
+    (stored,) = train(tmp_path, ported(mistake))
+    found = judge(stored)
+    assert found.result.status == "failed"
+    assert found.stages is not None
+    assert found.stages.flagged
+    first = found.stages.flagged[0].stage
+    assert all("layers.1" in call.site[0] for call in first.calls), first
+    if mistake in ("mask", "activation"):
+        assert found.result.findings[0].title == mistake
+    if mistake == "detached":
+        assert first.backward
+        assert found.result.findings[0].title == "gradient-path-missing"
+
+
+def test_the_writer_leaves_the_training_as_it_is(tmp_path: Path):
+    weights = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        module = ported()
+        with parity.recording(tmp_path / "dump", steps=[1]) if recorded else nullcontext():
+            optimizer = torch.optim.Adam(module.parameters())
+            for _ in range(3):
+                module(torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append([x.detach().clone() for x in module.parameters()])
+    assert all(map(torch.equal, *weights))
+    assert [path.name for path in (tmp_path / "dump").iterdir() if path.name.startswith(".")] == []
+
+
+def train_on_rank(path: str) -> None:
+    from torch import distributed
+
+    module = ported()
+    torch.manual_seed(distributed.get_rank())  # each rank has a batch of its own
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    with parity.recording(path, steps=[1]):
+        for _ in range(2):
+            module(torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
+            for x in module.parameters():
+                distributed.all_reduce(x.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_each_data_parallel_rank_records_its_own_batch(tmp_path: Path):
+    launch(train_on_rank, 2, [str(tmp_path)])
+    found = folder.read(tmp_path)
+    assert [(one.index.rank, one.index.ranks) for one in found] == [(0, 2), (1, 2)]
+    assert all(is_right(judge(one)) for one in found)
+    for path in tmp_path.glob("*-rank-1.*"):
+        path.unlink()
+    with pytest.raises(parity.UserError, match=r"lacks rank 1 of 2 in pass 0 of step 1"):
+        folder.read(tmp_path)
+
+
+# What may be wrong with a recording.
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recorded")
+    train(path, ported())
+    return path
+
+
+def change_index(path: Path, **changes: Any) -> None:
+    (file,) = path.glob("*.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def cut(path: Path, share: float) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+
+
+def index_of(path: Path) -> Path:
+    return next(path.glob("*.json"))
+
+
+def tensors_of(path: Path) -> Path:
+    return next(path.glob("*.safetensors"))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (shutil.rmtree, "is not a folder"),
+    "empty": (lambda path: [file.unlink() for file in path.iterdir()], "holds no recorded pass"),
+    "index missing": (lambda path: index_of(path).unlink(), "was cut off while it was written"),
+    "tensors missing": (lambda path: tensors_of(path).unlink(), "is missing"),
+    "tensors cut": (lambda path: cut(tensors_of(path), 0.9), "were recorded: copy it again"),
+    "tensors longer": (lambda path: tensors_of(path).open("ab").write(b"more"), "were recorded: copy it again"),
+    "header damaged": (
+        lambda path: tensors_of(path).write_bytes(b"\xff" * 8 + tensors_of(path).read_bytes()[8:]),
+        "is damaged",
+    ),
+    "index cut": (lambda path: cut(index_of(path), 0.5), "is not the index of a recorded pass"),
+    "index empty": (lambda path: index_of(path).write_text(""), "is not the index of a recorded pass"),
+    "index of something else": (lambda path: index_of(path).write_text("[1, 2]"), "is not the index"),
+    "index lacks a field": (
+        lambda path: index_of(path).write_text(json.dumps({"format": 1, "step": 1})),
+        "is not the index of a recorded pass",
+    ),
+    "a newer format": (lambda path: change_index(path, format=2), "has format 2, and this version"),
+    "renamed": (
+        lambda path: [x.rename(path / x.name.replace("step-1", "step-7")) for x in list(path.iterdir())],
+        "renamed",
+    ),
+    "another shape": (
+        lambda path: change_index(path, tensors={**json.loads(index_of(path).read_text())["tensors"], "value 0": [1]}),
+        "does not hold what its index says",
+    ),
+    "a value too many": (
+        lambda path: change_index(path, values=2 * json.loads(index_of(path).read_text())["values"]),
+        "has no tensor",
+    ),
+    "another run's rank": (lambda path: change_index(path, ranks=2), "lacks rank 1 of 2"),
+    "two runs": (
+        lambda path: [
+            shutil.copy(tensors_of(path), path / "step-9-pass-0-rank-0.safetensors"),
+            (path / "step-9-pass-0-rank-0.json").write_text(
+                json.dumps({**json.loads(index_of(path).read_text()), "step": 9, "run": "another"})
+            ),
+        ],
+        "holds passes of 2 recordings",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_recording_is_an_error_that_says_what_is_wrong(fault: str, recorded: Path, tmp_path: Path):
+    path = tmp_path / "dump"
+    shutil.copytree(recorded, path)
+    damage, told = FAULTS[fault]
+    damage(path)
+    with pytest.raises(parity.UserError, match=told):
+        folder.read(path)
+
+
+def test_a_recording_of_another_model_is_told(recorded: Path, tmp_path: Path):
+    (stored,) = folder.read(recorded)
+    with pytest.raises(parity.UserError, match=r"only the pair has layers\.2\.attn"):
+        judge(stored, size=1)
+    (narrow,) = train(tmp_path, nn.Sequential(KERNELS.te.Linear(64, 64)).to(torch.bfloat16))
+    with pytest.raises(parity.UserError, match=r"only the recording has 0\.bias"):
+        judge(narrow)
+
+
+def test_what_the_reference_does_not_take_is_told(tmp_path: Path):
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = ported().layers
+
+        def forward(self, x: Tensor, is_first: bool = True, mask: Tensor | None = None) -> Tensor:
+            return pairs.Model.forward(self, x)  # type: ignore[arg-type]
+
+    mask = torch.zeros(4, 16, dtype=torch.bool)
+    called = lambda module, x: module(x, is_first=True).float().mean().backward()  # noqa: E731
+    assert is_right(judge(*train(tmp_path / "flag", Masked(), pass_of=called)))
+    called = lambda module, x: module(x, mask=mask).float().mean().backward()  # noqa: E731
+    assert is_right(judge(*train(tmp_path / "mask", Masked(), pass_of=called)))  # the reference takes anything by name
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (dict(steps=[]), "should be numbers of steps"),
+        (dict(steps=[-1]), "should be numbers of steps"),
+        (dict(passes=0), "should be at least 1"),
+    ],
+)
+def test_arguments_of_a_recording_are_checked(options: Any, told: str, tmp_path: Path):
+    with pytest.raises(parity.UserError, match=told):
+        train(tmp_path, ported(), **options)
+
+
+def test_a_folder_holds_one_recording(recorded: Path):
+    with pytest.raises(parity.UserError, match="already holds a recording"):
+        train(recorded, ported())
+
+
+# The commands.
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [*arguments, "--backend", "cpu"] if arguments[0] != "environment" else arguments)
+    return done.exit_code, done.output + str(done.exception or "")
+
+
+def test_parity_judge_says_which_passes_are_right(recorded: Path, tmp_path: Path):
+    code, told = run("judge", str(recorded), "--reference", TARGET)
+    assert code == 0, told
+    assert all(part in told for part in ("✓ pass 0 of step 1 at bf16: passed", "1 of 1 pass right")), told
+    train(tmp_path, ported("sine"))
+    code, told = run("judge", str(tmp_path), "--reference", TARGET)
+    assert code == 1, told
+    assert all(part in told for part in ("✗ pass 0 of step 1 at bf16: failed", "'gelu' of layers.1")), told
+
+
+def test_parity_bisect_names_the_first_value_that_differs_and_which_side_is_off(tmp_path: Path):
+    for name, mistake in (("before", ""), ("after", "sine")):
+        torch.manual_seed(0)
+        train(tmp_path / name, ported(mistake), count=1)
+    code, told = run("bisect", str(tmp_path / "before"), str(tmp_path / "after"), "--reference", TARGET)
+    assert code == 1
+    assert "other calls" in told, told
+    for name, mistake in (("one", ""), ("two", "")):
+        torch.manual_seed(0)
+        train(tmp_path / name, ported(mistake), count=1)
+    code, told = run("bisect", str(tmp_path / "one"), str(tmp_path / "two"))
+    assert code == 0, told
+    assert "equal to the bit" in told
+
+
+def test_parity_environment_says_in_what_two_differ(recorded: Path, tmp_path: Path):
+    code, told = run("environment")
+    assert code == 0, told
+    assert json.loads(told)["torch"] == torch.__version__
+    other = tmp_path / "there.json"
+    other.write_text(json.dumps({**json.loads(told), "torch": "1.0", "NVTE_FUSED_ATTN": "0"}))
+    code, told = run("environment", str(recorded), str(other))
+    assert code == 1, told
+    assert all(part in told for part in ("NVTE_FUSED_ATTN", "not set", "1.0")), told
