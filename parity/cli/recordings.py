@@ -17,11 +17,12 @@ from parity.plugin.options import check_precisions, parse_backend
 from parity.recordings.differences import Bisection, Difference, bisect_passes
 from parity.recordings.environment import compare_environments, describe_environment
 from parity.recordings.folder import StoredPass, read
+from parity.recordings.joined import group_ranks
 from parity.recordings.judged import JudgedPass, judge_pass
 from parity.report.failure import causes_and_figures
 from parity.report.numbers import plural, short
 from parity.report.record import Item
-from parity.search.located import describe_place
+from parity.search.located import describe_end, describe_place
 from parity.stages.judge import Judged
 from parity.stages.locate import Stages, is_flagged
 from parity.te import Kernels
@@ -58,7 +59,7 @@ def judge(
         check_precisions((precision,), "--precision")
     passes = _select_passes(folder, step, rank)
     case, checked, kernels = _load_pair(reference, size, backend)
-    judged = [judge_pass(one, case, checked, kernels, precision, seconds) for one in passes]
+    judged = [judge_pass(group, case, checked, kernels, precision, seconds) for group in group_ranks(passes)]
     for one in judged:
         print(shown.text("\n".join(_list_verdict(one))))
     wrong = sum(not _is_right(one) for one in judged)
@@ -130,7 +131,8 @@ def bisect(first: Path, second: Path, reference: str, size: int, backend: str) -
     Raises:
         UserError: if the recordings are damaged, are of other passes, or do not fit the pair.
     """
-    pairs = list(_match_passes(read(first), read(second), first, second))
+    known = {path: read(path) for path in (first, second)}
+    pairs = list(_match_passes(known[first], known[second], first, second))
     _print_environments(pairs[0][0].index.environment, pairs[0][1].index.environment, first.name, second.name)
     pair = _load_pair(reference, size, backend) if reference else None
     is_right = True
@@ -139,7 +141,8 @@ def bisect(first: Path, second: Path, reference: str, size: int, backend: str) -
         print(shown.text("\n".join(_list_differences(one, found))))
         if pair is not None and not found.is_same:
             for path, stored in ((first, one), (second, other)):
-                judged = judge_pass(stored, *pair)
+                group = next(group for group in group_ranks(known[path]) if stored in group)
+                judged = judge_pass(group, *pair)
                 print(shown.text("\n".join(_list_side(path.name, judged, found))))
                 is_right = is_right and _is_right(judged)
     return is_right
@@ -177,30 +180,28 @@ def _list_side(name: str, judged: JudgedPass, found: Bisection) -> Iterator[str]
     """Yield what the reference says of one side, at the first difference and in the end."""
     yield f"  {name}: {judged.result.status}, margin {short(judged.result.margin)}"
     for first in (found.forward, found.backward):
-        stage = None if first is None or judged.stages is None else _find_stage(judged.stages, first)
-        if first is not None and stage is not None:
-            told = "off" if is_flagged(stage) else "as right as rounding allows"
+        one = None if first is None or judged.stages is None else _find_stage(judged.stages, first)
+        if first is not None and one is not None:
+            told = "off" if is_flagged(one) else "as right as rounding allows"
             yield (
-                f"    where they first differ{' in gradients' * (first.kind != 'value')}, it is {told}: its error is "
-                f"{short(stage.error)}, and {short(stage.expected)} is expected"
+                f"    where they first differ{' in gradients' * (first.kind != 'value')}, it is {told}: up to the "
+                f"{describe_end(one.stage)}, {_describe_size(one)}"
             )
 
 
 def _find_stage(stages: Stages, first: Difference) -> Judged | None:
-    """Return the stage that ends with a value or its gradient, if there is one."""
-    sites = {
-        match.value.number: match.value.site for match in stages.found.values() if match.watched.order == first.place
-    }
+    """Return the stage in which a value, or its gradient, is computed: the first that ends with it or after it."""
+    orders = {match.value.site: match.watched.order for match in stages.found.values()}
     backward = first.kind != "value"
-    return next(
-        (
-            one
-            for one in stages.all
-            if one.stage.backward == backward
-            if (one.stage.end in sites.values() and not one.stage.parameter if backward else one.stage.number in sites)
-        ),
-        None,
-    )
+    ends = [
+        (orders[one.stage.end], one)
+        for one in stages.all
+        if one.stage.backward == backward and not one.stage.parameter and one.stage.end in orders
+    ]
+    # A backward pass goes from later values to earlier ones.
+    reached = [(order, one) for order, one in ends if (order <= first.place if backward else order >= first.place)]
+    sign = -1 if backward else 1
+    return min(reached, key=lambda entry: sign * entry[0], default=(0, None))[1]
 
 
 # Environments.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parity.numerics.errors import norm_of
-from parity.recordings.folder import RecordedValue, StoredPass
+from parity.recordings.folder import RecordedValue, StoredPass, key_of
 from parity.shown import few_of
 from parity.user_error import UserError
 
@@ -108,13 +108,11 @@ def bisect_passes(first: StoredPass, second: StoredPass) -> Bisection:
 def _compare_named(
     first: StoredPass, one: Callable[[str], Tensor], other: Callable[[str], Tensor], kind: Kind
 ) -> Iterator[Difference]:
-    for key in first.index.tensors:
-        if key.startswith(f"{kind} "):
-            name = key[len(kind) + 1 :]
-            value = RecordedValue(name, "", (), False, (), (), False, False)
-            found = _measure(kind, -1, value, one(key), other(key))
-            if found is not None:
-                yield found
+    for name in first.index.names(kind):
+        key, value = key_of(kind, name), RecordedValue(name, "", (), False, (), (), False, False)
+        found = _measure(kind, -1, value, one(key), other(key))
+        if found is not None:
+            yield found
 
 
 def _measure(kind: Kind, place: int, value: RecordedValue, one: Tensor, other: Tensor) -> Difference | None:
@@ -134,10 +132,11 @@ def _measure(kind: Kind, place: int, value: RecordedValue, one: Tensor, other: T
 def _check_same_beginning(first: StoredPass, second: StoredPass) -> None:
     with first.opened() as one, second.opened() as other:
         for kind, told in (("weight", "parameters"), ("argument", "arguments")):
-            mine, theirs = (_keys_of(each, kind) for each in (first, second))
+            mine, theirs = (set(each.index.names(kind)) for each in (first, second))
             if mine != theirs:
                 raise UserError(f"the recordings are of other models: {few_of(sorted(mine ^ theirs))} is in only one")
-            differing = [key for key in sorted(mine) if not torch.equal(one(key), other(key))]
+            keys = {name: key_of(kind, name) for name in sorted(mine)}
+            differing = [name for name, key in keys.items() if not torch.equal(one(key), other(key))]
             if differing:
                 raise UserError(
                     f"the two passes began with other {told} ({few_of(differing)}), so what follows must differ: "
@@ -150,7 +149,3 @@ def _check_same_beginning(first: StoredPass, second: StoredPass) -> None:
                 f"the two models make other calls from value {place} on: {mine_there}, and {theirs_there}; compare "
                 "recordings of the same code and the same attention backend"
             )
-
-
-def _keys_of(stored: StoredPass, kind: str) -> set[str]:
-    return {key for key in stored.index.tensors if key.startswith(f"{kind} ")}

@@ -77,6 +77,9 @@ class RecordedPass:
         notes: what was left out, and why.
         environment: versions and settings, see ``parity.recordings.environment``.
         unscaled: submodules whose delayed scaling had seen no gradient yet.
+        tp: over how many ranks TE's modules divide their parameters.
+        sequence_parallel: whether these ranks divide sequences as well.
+        splits: along which dimension, in how many blocks, by the parameters' names.
         size: bytes of the file with the tensors.
         format: the version of this format.
     """
@@ -99,6 +102,9 @@ class RecordedPass:
     notes: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     unscaled: tuple[str, ...] = ()
+    tp: int = 1
+    sequence_parallel: bool = False
+    splits: dict[str, tuple[int, int]] = field(default_factory=dict)
     size: int = 0
     format: int = FORMAT
 
@@ -106,9 +112,15 @@ class RecordedPass:
     def is_modelled_roughly(self) -> bool:
         """Whether single stages may be off by more than the rounding model expects of them.
 
-        ``torch.autocast`` rounds more often, and delayed scaling takes its scales from steps that are not recorded.
+        ``torch.autocast`` rounds more often, delayed scaling takes its scales from steps that are not recorded, and
+        tensor parallel ranks add up partial sums, each of which is rounded.
         """
-        return bool(self.autocast) or DELAYED in self.recipes.values()
+        return bool(self.autocast) or DELAYED in self.recipes.values() or self.tp > 1
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of the tensors of a kind."""
+        prefix = key_of(kind, "")
+        return [key[len(prefix) :] for key in self.tensors if key.startswith(prefix)]
 
     @property
     def stem(self) -> str:
@@ -130,17 +142,12 @@ def key_of(kind: str, name: object) -> str:
 
 def write(folder: Path, one: RecordedPass, tensors: Mapping[str, Tensor]) -> None:
     """Write a pass to a folder, the index last."""
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
-    own = {key: x.detach().contiguous().clone() if _shares_memory(x) else x.contiguous() for key, x in tensors.items()}
-    content = save(own)
-    files.replace(folder / f"{one.stem}{_TENSORS}", content)
-    index = dataclasses.replace(one, size=len(content))
-    files.replace(folder / f"{one.stem}{_INDEX}", json.dumps(dataclasses.asdict(index)))
-
-
-def _shares_memory(x: Tensor) -> bool:
-    return x.untyped_storage().nbytes() > x.nbytes
+    path = folder / f"{one.stem}{_TENSORS}"
+    save_file({key: x.contiguous() for key, x in tensors.items()}, path)
+    index = dataclasses.replace(one, size=path.stat().st_size)
+    files.replace(path.with_suffix(_INDEX), json.dumps(dataclasses.asdict(index)))
 
 
 @dataclass(frozen=True)
@@ -166,9 +173,8 @@ class StoredPass:
 
     def named(self, kind: str) -> dict[str, Tensor]:
         """Read all tensors of a kind, by name."""
-        prefix = key_of(kind, "")
         with self.opened() as read:
-            return {key[len(prefix) :]: read(key) for key in self.index.tensors if key.startswith(prefix)}
+            return {name: read(key_of(kind, name)) for name in self.index.names(kind)}
 
     def opened(self) -> _Opened:
         """Return a context that yields a function that reads a tensor by its key."""

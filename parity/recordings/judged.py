@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,6 +23,7 @@ from parity.judge.request import CandidateRun, Request
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import prepare
 from parity.recordings.folder import DELAYED, StoredPass, Unrecorded, unpacked
+from parity.recordings.joined import join_ranks
 from parity.result import Result
 from parity.shown import few_of
 from parity.stages.locate import Stages, judge_stages
@@ -52,12 +53,17 @@ class JudgedPass:
 
 
 def judge_pass(
-    stored: StoredPass, case: Case, checked: CheckedSize, kernels: Kernels, precision: str = "", seconds: float = 0.0
+    group: Sequence[StoredPass],
+    case: Case,
+    checked: CheckedSize,
+    kernels: Kernels,
+    precision: str = "",
+    seconds: float = 0.0,
 ) -> JudgedPass:
     """Judge a recorded pass.
 
     Args:
-        stored: the pass.
+        group: the pass, on each of the tensor parallel ranks that computed it.
         case: a pair whose reference is what the recorded model should compute, and whose map knows its parameters.
         checked: the size at which the pair has the recorded model's shapes.
         kernels: TE's kernels, on whose device the reference computes.
@@ -67,14 +73,20 @@ def judge_pass(
     Raises:
         UserError: if the pair does not fit the recording.
     """
-    at = PRECISIONS[precision or precision_of(stored)]
+    at = PRECISIONS[precision or precision_of(group[0])]
     pair = case.build(kernels.te, checked.size)
+    stored = join_ranks(group, pair, kernels, at)
     weights = _read_weights(stored, pair)
     notes = list(stored.index.notes)
     if stored.index.autocast:
         notes.append(
             "it ran under torch.autocast, which rounds more often than the model that it is judged by: a stage may be "
             "off by twice the expected error"
+        )
+    if stored.index.tp > 1:
+        notes.append(
+            f"{stored.index.tp} ranks add up partial sums, each of which is rounded: a stage that ends with such a sum "
+            "may be off by more than the expected error"
         )
     if DELAYED in stored.index.recipes.values():
         if stored.index.unscaled:
@@ -167,26 +179,20 @@ def _with_recorded(
 def _read_weights(stored: StoredPass, pair: Pair) -> dict[str, Tensor]:
     """Return the reference's parameters, made of the recorded ones by the pair's map."""
     own = {name: tuple(x.shape) for name, x in pair.candidate.named_parameters()}
-    held = {name: stored.index.tensors[f"weight {name}"] for name in _names_of(stored, "weight")}
-    count = stored.index.ranks
-    each = f" (each of {count} ranks recorded its own parts, which are not put together)" if count > 1 else ""
+    held = {name: stored.index.tensors[f"weight {name}"] for name in stored.index.names("weight")}
     if own.keys() != held.keys():
         only = {"the pair": sorted(own.keys() - held.keys()), "the recording": sorted(held.keys() - own.keys())}
         told = "; ".join(f"only {where} has {few_of(some)}" for where, some in only.items() if some)
-        raise UserError(f"the pair's TE module is not the recorded model: {told}{each}")
+        raise UserError(f"the pair's TE module is not the recorded model: {told}")
     differing = [name for name in own if own[name] != held[name]]
     if differing:
         name = differing[0]
         raise UserError(
             f"{name} is {held[name]} in the recording and {own[name]} in the pair: give the pair a size that is the "
-            f"recorded model's, and name it with --size{each}"
+            f"recorded model's, and name it with --size"
         )
     shapes = transfer.parameter_shapes(pair.reference)
     return transfer.to_reference(pair.weights, {name: x.double() for name, x in stored.named("weight").items()}, shapes)
-
-
-def _names_of(stored: StoredPass, kind: str) -> list[str]:
-    return [key[len(kind) + 1 :] for key in stored.index.tensors if key.startswith(f"{kind} ")]
 
 
 class _RecordedInputs:
@@ -200,7 +206,7 @@ class _RecordedInputs:
         self._arguments = stored.index.arguments
         self._given = stored.named("argument")
         self._reference = pair.reference
-        moving = set(_names_of(stored, "gradient of argument"))
+        moving = set(stored.index.names("gradient of argument"))
         self.tensors = {
             f"argument_{name}": x for name, x in self._given.items() if name in moving or not x.is_floating_point()
         }
@@ -247,10 +253,10 @@ def _without_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) ->
 def _read_candidate(stored: StoredPass, pair: Pair, notes: list[str]) -> tuple[Tensors, tuple[str, ...]]:
     """Return the outputs and gradients in the reference's layout, and the parameters that no gradient reached."""
     tensors: Tensors = {("output", name): x for name, x in stored.named("output").items()}
-    if not _names_of(stored, "gradient of output"):
+    if not stored.index.names("gradient of output"):
         return tensors, ()
     own = stored.named("gradient of weight")
-    missing = {name for name in _names_of(stored, "weight") if name not in own}
+    missing = {name for name in stored.index.names("weight") if name not in own}
     if not own or missing - set(stored.index.unreached):
         notes.append("gradients of parameters are not judged, since not all were recorded")
         return tensors, ()

@@ -29,6 +29,7 @@ from parity.passes.one_pass import named_outputs
 from parity.recordings import folder as stored
 from parity.recordings.environment import describe_environment
 from parity.recordings.folder import DELAYED, RecordedPass, RecordedValue, key_of
+from parity.recordings.joined import tensor_parallel_marks
 from parity.stages.watch import Watch, Watched
 from parity.te.state import dequantized_tensor, state_manager
 from parity.trace.whose import is_of_te
@@ -203,6 +204,7 @@ class Recorder:
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
         if self._current is not None:
+            self._current.watch.enter_module(module, args)
             if is_of_te(type(module)):
                 self._note_recipe(self._current, module)
         elif self.step in self._steps and self._is_root(module):
@@ -222,7 +224,10 @@ class Recorder:
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, returned: Any = None) -> None:
         """End a call of a module; if it raised, PyTorch gives no keyword arguments."""
         self._depth -= 1
-        if self._current is not None and module is self._current.root:
+        if self._current is None:
+            return
+        self._current.watch.leave_module(module, args, returned)
+        if module is self._current.root:
             one, self._current = self._current, None
             self._watching.close()
             with torch._C.DisableTorchFunction():
@@ -264,7 +269,8 @@ class Recorder:
                 keep = partial(one.keep_gradient, key_of("gradient of weight", names[name]))
                 one.hooks.callback(x.register_hook(keep).remove)
         self._current = one
-        self._watching.enter_context(watch.watching(root))
+        # Hooks that came and went with each pass would change PyTorch's list of hooks while it goes through it.
+        self._watching.enter_context(watch.following(root))
 
     def _note_recipe(self, one: _Running, module: nn.Module) -> None:
         state: Any = getattr(state_manager(), "quantization_state", None)
@@ -326,6 +332,7 @@ class Recorder:
             notes.append(
                 "no gradient of a parameter was recorded: they are added to main_grad, or came after another pass began"
             )
+        tp, sequence_parallel, splits = tensor_parallel_marks(one.root)
         dtypes = Counter(str(x.dtype).removeprefix("torch.") for x in one.root.parameters())
         index = RecordedPass(
             self._run,
@@ -346,6 +353,9 @@ class Recorder:
             tuple(notes),
             self._environment,
             tuple(one.unscaled),
+            tp,
+            sequence_parallel,
+            {name.removeprefix(_prefix_of(one.root)): split for name, split in splits.items()},
         )
         self.written.append(index.stem)
         self._writer.put(index, tensors)

@@ -95,24 +95,32 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def watching(self, candidate: nn.Module) -> Iterator[None]:
         """Watch one forward pass of the candidate, and afterwards the gradients that reach its values."""
+        with self.following(candidate):
+            handles = (
+                register_module_forward_pre_hook(self.enter_module),
+                register_module_forward_hook(self.leave_module, always_call=True),
+            )
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    @contextmanager
+    def following(self, candidate: nn.Module) -> Iterator[None]:
+        """Do the same as ``watching``, but let the caller say when a module is entered and left."""
         self._forget_pass()
         self._names = {id(x): name for name, x in candidate.named_parameters()}
         self._alive += [*candidate.parameters(), *candidate.buffers()]
         for x in candidate.buffers():
             self._lineages[id(x)] = frozenset(), False
         self._paths = {id(module): path for path, module in candidate.named_modules()}
-        handles = (
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        )
         try:
             with _calls_of_autograd_functions(self._call_function), self:
                 yield
         finally:
             self._inside = 0
             self._running.clear()
-            for handle in handles:
-                handle.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,7 +142,8 @@ class Watch(TorchFunctionMode):
             self._note_call(name, arguments, result, is_of_te(kind))
         return result
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """Note that a module is called."""
         if id(module) in self._paths:
             path = self._paths[id(module)]
             if self._keeps(path) and not self._keeps(self._module):
@@ -144,7 +153,8 @@ class Watch(TorchFunctionMode):
         if self._is_opaque(module):
             self._inside += 1
 
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+    def leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Note that a module returned, or raised if the result is None."""
         if self._is_opaque(module):
             self._inside -= 1
         if id(module) in self._paths and not self._inside:

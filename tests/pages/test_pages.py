@@ -100,6 +100,7 @@ def page_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mod
     blocks = re.findall(r"^```python\n(.*?)^```", LAYER.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     (tmp_path / "my_layer.py").write_text("\n\n".join(blocks), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_layer", raising=False)
     monkeypatch.setitem(sys.modules, "page", ModuleType("page"))
     yield sys.modules["page"]

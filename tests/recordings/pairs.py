@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
+from parity.reference import LlamaLayer
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 
@@ -92,4 +93,74 @@ def model(te: ModuleType, layers: int, **_: Any) -> parity.Pair:
         candidate=port(te, layers=layers),
         weights={f"layers.{{i}}.{left}": f"layers.{{i}}.{right}" for left, right in own.items()},
         inputs=lambda rng, batch, seq: rng.normal(batch, seq, WIDTH),
+    )
+
+
+# Llama layers whose weights tensor parallel ranks divide.
+
+
+class Layers(nn.Module):
+    """TE's layers; ``mistake`` is ``""`` or ``"unscaled"``, which doubles what the last layer returns."""
+
+    def __init__(self, te: ModuleType, mistake: str = "", **parallel: Any) -> None:
+        super().__init__()
+        settings = dict(num_gqa_groups=2, normalization="RMSNorm", activation="swiglu", bias=False)
+        self.layers = nn.ModuleList(
+            te.TransformerLayer(
+                WIDTH,
+                2 * WIDTH,
+                HEADS,
+                **settings,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                self_attn_mask_type="causal",
+                set_parallel_mode=True,
+                **parallel,
+            )
+            for _ in range(2)
+        )
+        self.rope = te.RotaryPositionEmbedding(WIDTH // HEADS)
+        self.mistake = mistake
+        self.count = parallel.get("tp_size", 1) if parallel.get("sequence_parallel") else 1  # each has so small a part
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.rope(len(x) * self.count)
+        for layer in self.layers:
+            x = layer(x, rotary_pos_emb=angles)
+        return 2.0 * x if self.mistake else x
+
+
+class ReferenceLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LlamaLayer(WIDTH, 2 * WIDTH, HEADS, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return x.transpose(0, 1)
+
+
+@parity.pair("divided", sizes=[dict(seq=16, batch=4)])
+def divided(te: ModuleType, **_: Any) -> parity.Pair:
+    reference, candidate = "layers.{i}", "layers.{i}"
+    qkv = {f"{reference}.attention.{x}_proj.weight": name for x, name in (("q", "query"), ("k", "key"), ("v", "value"))}
+    weights: dict[Any, Any] = {
+        left: f"{candidate}.self_attention.layernorm_qkv.{name}_weight" for left, name in qkv.items()
+    }
+    return parity.Pair(
+        reference=ReferenceLayers(),
+        candidate=Layers(te, fuse_qkv_params=False),
+        weights=weights
+        | {
+            f"{reference}.attention_norm.weight": f"{candidate}.self_attention.layernorm_qkv.layer_norm_weight",
+            f"{reference}.attention.o_proj.weight": f"{candidate}.self_attention.proj.weight",
+            f"{reference}.mlp.norm.weight": f"{candidate}.layernorm_mlp.layer_norm_weight",
+            parity.stack(
+                f"{reference}.mlp.gate_proj.weight", f"{reference}.mlp.up_proj.weight"
+            ): f"{candidate}.layernorm_mlp.fc1_weight",
+            f"{reference}.mlp.down_proj.weight": f"{candidate}.layernorm_mlp.fc2_weight",
+        },
+        inputs=lambda rng, seq, batch: rng.normal(seq, batch, WIDTH),
     )

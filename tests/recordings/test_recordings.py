@@ -64,7 +64,7 @@ def train(
 
 def judge(stored: StoredPass, size: int = 0) -> JudgedPass:
     case = registry.only(TARGET)
-    return judge_pass(stored, case, check_case(case, KERNELS.te)[size], KERNELS)
+    return judge_pass([stored], case, check_case(case, KERNELS.te)[size], KERNELS)
 
 
 def is_right(one: JudgedPass) -> bool:
@@ -198,6 +198,51 @@ def test_each_data_parallel_rank_records_its_own_batch(tmp_path: Path):
         path.unlink()
     with pytest.raises(parity.UserError, match=r"lacks rank 1 of 2 in pass 0 of step 1"):
         folder.read(tmp_path)
+
+
+def train_divided(path: str, mistake: str, sequence_parallel: bool, recipe: str) -> None:
+    """Train layers whose weights two ranks divide, from the same weights as one process has."""
+    import transformer_engine.common.recipe as recipes
+    from torch import distributed
+
+    from parity.ranks.layout import Degrees, held_by, part
+
+    rank, made = distributed.get_rank(), Degrees(tp=2, sequence_parallel=sequence_parallel)
+    parallel = dict(tp_group=distributed.group.WORLD, tp_size=2, sequence_parallel=sequence_parallel)
+    torch.manual_seed(1)
+    whole = dict(pairs.Layers(KERNELS.te, fuse_qkv_params=False).to(torch.bfloat16).named_parameters())
+    module = pairs.Layers(KERNELS.te, mistake, fuse_qkv_params=False, **parallel).to(torch.bfloat16)
+    shapes = {name: tuple(x.shape) for name, x in whole.items()}
+    with torch.no_grad():
+        for name, held in held_by(module, shapes, {}, made, made.place(rank)).items():
+            module.get_parameter(name).copy_(part(whole[held.whole], held.split, made, made.place(rank)))
+    context = nullcontext
+    if recipe:
+        context = lambda: KERNELS.te.autocast(enabled=True, recipe=getattr(recipes, recipe)())  # noqa: E731
+    torch.manual_seed(0)
+    x = torch.randn(16, 4, pairs.WIDTH, dtype=torch.bfloat16)
+    with parity.recording(path), context():
+        own = x.chunk(2)[rank] if sequence_parallel else x
+        module(own).float().square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sequence_parallel", "recipe"),
+    [("", False, ""), ("", True, "Float8CurrentScaling"), ("unscaled", True, "")],
+)
+def test_what_tensor_parallel_ranks_recorded_is_put_together(
+    mistake: str, sequence_parallel: bool, recipe: str, tmp_path: Path
+):
+    launch(train_divided, 2, [str(tmp_path), mistake, sequence_parallel, recipe], timeout=300.0)
+    passes = folder.read(tmp_path)
+    assert [one.index.tp for one in passes] == [2, 2]
+    case = registry.only(f"{FILE}::divided")
+    found = judge_pass(passes, case, *check_case(case, KERNELS.te), KERNELS)
+    assert is_right(found) == (not mistake), found.result
+    assert found.stages is not None
+    assert sum(one.stage.evidence == "weights" for one in found.stages.all) > 8
+    with pytest.raises(parity.UserError, match="is of 2 tensor parallel ranks, and 1 of them are there"):
+        judge_pass(passes[:1], case, *check_case(case, KERNELS.te), KERNELS)
 
 
 # What may be wrong with a recording.
@@ -344,18 +389,28 @@ def test_parity_judge_says_which_passes_are_right(recorded: Path, tmp_path: Path
 
 
 def test_parity_bisect_names_the_first_value_that_differs_and_which_side_is_off(tmp_path: Path):
-    for name, mistake in (("before", ""), ("after", "sine")):
+    for name, mistake in (("before", ""), ("again", ""), ("after", "mask"), ("other", "sine")):
         torch.manual_seed(0)
         train(tmp_path / name, ported(mistake), count=1)
-    code, told = run("bisect", str(tmp_path / "before"), str(tmp_path / "after"), "--reference", TARGET)
-    assert code == 1
-    assert "other calls" in told, told
-    for name, mistake in (("one", ""), ("two", "")):
-        torch.manual_seed(0)
-        train(tmp_path / name, ported(mistake), count=1)
-    code, told = run("bisect", str(tmp_path / "one"), str(tmp_path / "two"))
+    code, told = run("bisect", str(tmp_path / "before"), str(tmp_path / "again"), "--reference", TARGET)
     assert code == 0, told
     assert "equal to the bit" in told
+    code, told = run("bisect", str(tmp_path / "before"), str(tmp_path / "after"), "--reference", TARGET)
+    assert code == 1, told
+    assert "forward: first differs the result of FusedAttnFunc in layers.1.attn.core_attention" in told
+    before, after = told.index("before: passed"), told.index("after: failed")
+    assert "where they first differ, it is as right as rounding allows" in told[before:after]
+    assert "where they first differ, it is off" in told[after:]
+    code, told = run("bisect", str(tmp_path / "before"), str(tmp_path / "other"))
+    assert code == 1, told
+    assert "the two models make other calls from value" in told
+
+
+def test_recordings_that_begin_otherwise_are_not_bisected(recorded: Path, tmp_path: Path):
+    train(tmp_path, ported(), optimizer=torch.optim.Adam)
+    code, told = run("bisect", str(recorded), str(tmp_path))
+    assert code == 1, told
+    assert "the two passes began with other parameters" in told
 
 
 def test_parity_environment_says_in_what_two_differ(recorded: Path, tmp_path: Path):
