@@ -49,7 +49,7 @@ def checked_seeds(seeds: object) -> list[int]:
     return numbers
 
 
-def check_kinds(backend: object, calibration: object, determinism: object) -> None:
+def check_kinds(backend: object, calibration: object, **switches: object) -> None:
     """Check that these arguments are valid.
 
     Raises:
@@ -57,8 +57,9 @@ def check_kinds(backend: object, calibration: object, determinism: object) -> No
     """
     if backend not in _BACKENDS:
         raise UserError(f"the backend is {backend!r}, but must be one of {', '.join(_BACKENDS)}")
-    if not isinstance(determinism, bool):
-        raise UserError(f"determinism must be True or False, not {determinism!r}")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise UserError(f"{name} must be True or False, not {value!r}")
     if not (calibration is None or isinstance(calibration, Table)):
         raise UserError(f"calibration must be a table that parity.judge.limits.load() reads, not {calibration!r}")
 
@@ -93,6 +94,7 @@ def compare(
     calibration: Table | None = None,
     attention: str = "auto",
     determinism: bool = False,
+    stages: bool = False,
     diagnose: bool = True,
     diagnosis_seconds: float | None = None,
     steps: int = 0,
@@ -111,6 +113,7 @@ def compare(
         attention: the attention backend that TE must use: ``flash``, ``fused``, ``unfused``, ``all`` for each in turn,
             or ``auto`` for the one that the pair asks for, else TE's own choice.
         determinism: whether to build and run the candidate again, to see whether it gives the same bytes.
+        stages: whether to judge a port that passes stage by stage as well, which finds what a whole model hides.
         diagnose: whether to search for the cause of a failure; if not, a result has only the verdict, without findings.
         diagnosis_seconds: real time after which a search stops and returns what it has found, with a note; 0 for no
             limit. The default is the environment variable ``PARITY_DIAGNOSIS_SECONDS``, else 30.
@@ -136,7 +139,7 @@ def compare(
     chosen = [PRECISIONS[name] for name in checked_precisions(precisions) if case.runs_at(name)]
     seeds = checked_seeds(seeds)
     checked_choice(attention)
-    check_kinds(backend, calibration, determinism)
+    check_kinds(backend, calibration, determinism=determinism, stages=stages)
     diagnosis = checked_diagnosis(diagnose, diagnosis_seconds)
     checked_steps(steps)
     checked_switches([switch] if switch else [], steps)
@@ -159,7 +162,7 @@ def compare(
             from parity.trainings.parallel import compare_over_ranks_at
 
             return compare_over_ranks_at(*at, made, forced, diagnosis)
-        return compare_at(*at, forced, determinism, diagnosis)
+        return compare_at(*at, forced, determinism, diagnosis, stages)
 
     return [
         judged(checked, precision, forced, seed)

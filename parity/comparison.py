@@ -65,11 +65,13 @@ from parity.passes.refusals import (
 )
 from parity.result import PROBED, Kind, Result, TensorResult, as_printable
 from parity.shown import raised, said
+from parity.stages.locate import Stages, judge_stages
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.devices import classify
 from parity.te.state import Recomputes, own_recipes, quantization_seen
 from parity.trace import effects
+from parity.trace.calls import Misfit
 from parity.trace.digests import checksum
 from parity.trace.effects import Disturbed, RandomState, undisturbed
 from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
@@ -151,6 +153,7 @@ def compare_at(
     attention: AttentionBackend | None = None,
     determinism: bool = False,
     diagnosis: float | None = 0.0,
+    stages: bool = False,
 ) -> Result:
     """Compare a case at one size, precision and seed, and search for the cause if it fails.
 
@@ -159,9 +162,11 @@ def compare_at(
     Args:
         diagnosis: seconds of real time that the search may take; 0 for no limit, with which it finds the same on every
             machine; None for no search.
+        stages: whether a port that passes is judged stage by stage as well.
     """
     comparison = judge_at(case, checked, precision, seed, kernels, calibration, attention, determinism)
-    return explain_at(comparison, diagnosis)
+    result = explain_at(comparison, diagnosis)
+    return check_stages_at(comparison.request, result) if stages else result
 
 
 def judge_at(
@@ -214,6 +219,55 @@ def explain_at(comparison: Comparison, diagnosis: float | None) -> Result:
     explained = as_printable(with_side_effect_notes(explained, disturbed))
     notes = dict.fromkeys((*explained.notes, *result.notes))  # a search in parts has only their notes
     return replace(explained, notes=tuple(notes), seconds=result.seconds + time.perf_counter() - began)
+
+
+def check_stages_at(request: Request, result: Result) -> Result:
+    """Take a third step, if it is asked for: return a failure if a port passes at its end and is wrong at a stage.
+
+    A residual stream or a last norm may hide what one layer does wrong. No law of stages has been measured on a GPU, so
+    this is no part of a verdict that nobody asked for.
+
+    Args:
+        request: the comparison, of all outputs.
+        result: its result.
+    """
+    if not result.passed:
+        return result
+    began = time.perf_counter()
+
+    def note_error(error: BaseException) -> Result:
+        note = f"judging its stages raised {_say_where_raised(error)}"
+        return replace(result, notes=(*result.notes, note), device_error=classify(error))
+
+    with usual_modes(), undisturbed(mixed(result.seed, "stages")) as disturbed:
+        checked = catching(lambda: _check_stages(request, result), note_error)
+    checked = as_printable(with_side_effect_notes(checked, disturbed))
+    return replace(checked, seconds=result.seconds + time.perf_counter() - began)
+
+
+def _check_stages(request: Request, result: Result) -> Result:
+    from parity.search.located import findings_of_stages
+
+    at = request.case, request.checked, request.precision.dtype, request.seed, request.kernels
+    prepared = prepare(*at)
+    try:
+        stages = observe_stages(request, prepared)
+    except Misfit as error:
+        return replace(result, notes=(*result.notes, f"{said(error)}, so only its end was judged"))
+    if not stages.flagged:
+        return result
+    reason = f"it is right at its end, but {len(stages.flagged)} of {len(stages.all)} stages are off"
+    return replace(result, status="failed", reason=reason, findings=findings_of_stages(prepared, stages))
+
+
+def observe_stages(request: Request, prepared: Prepared) -> Stages:
+    """Run the candidate twice: to see what it rounds and chooses, and to judge every stage of its pass.
+
+    Raises:
+        Misfit: if the reference cannot be computed stage by stage.
+    """
+    port = observe_port(request, prepared)
+    return judge_stages(request, replace(prepared, made=port.choices), port.freedoms)
 
 
 # Outputs in parts: single numbers, such as a loss, are judged apart from larger outputs.

@@ -68,6 +68,7 @@ def run(
     seeds: Annotated[str | None, typer.Option(help="20 means seeds 0 to 19; 0,3,7 lists them; 0 means seed 0.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
+    stages: Annotated[bool, typer.Option("--stages", help="Judge what passes stage by stage as well.")] = False,
     workers: Annotated[str | None, typer.Option("-n", help="Processes, or auto for as many as fit [auto].")] = None,
     timeout: Annotated[
         str | None, typer.Option(help="Seconds for an item, or to collect a file; 0 for none [600].")
@@ -92,7 +93,19 @@ def run(
     from parity.cli import suite
 
     arguments = suite.as_plugins(
-        precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name, resume, steps
+        precision,
+        backend,
+        seeds,
+        attention,
+        determinism,
+        stages,
+        timeout,
+        diagnosis,
+        calibration,
+        report,
+        name,
+        resume,
+        steps,
     )
     arguments += suite.engine(engine, address) + suite.kept(save_as, against, keep_runs, ci)
     files = suite.files(paths)

@@ -13,7 +13,7 @@ from parity import shown, te
 from parity.case import registry
 from parity.case.case import Case
 from parity.case.validate import check_case
-from parity.comparison import observe_port
+from parity.comparison import observe_stages
 from parity.judge.limits import packaged
 from parity.judge.request import Request
 from parity.passes.prepare import prepare
@@ -21,7 +21,7 @@ from parity.plugin.options import parse_backend
 from parity.report.numbers import short
 from parity.search.located import describe_end, describe_place
 from parity.stages.judge import Judged
-from parity.stages.locate import Stages, is_flagged, judge_stages
+from parity.stages.locate import Stages, is_flagged
 from parity.te import PRECISIONS, Precision
 from parity.trace.calls import Misfit
 from parity.trace.whose import users_line
@@ -59,8 +59,7 @@ def _judge_case(case: Case, size: int, seed: int, precision: Precision, backend:
     try:
         prepared = prepare(case, checked, precision.dtype, seed, kernels)
         request = Request(case, checked, precision, seed, kernels, packaged())
-        port = observe_port(request, prepared)
-        return judge_stages(request, replace(prepared, made=port.choices), port.freedoms)
+        return observe_stages(request, prepared)
     except Exception as error:  # the pair's code may raise anything
         cause = error.__cause__ if isinstance(error, Misfit) and error.__cause__ else error
         told = "; at ".join(filter(None, (shown.raised(cause), users_line(cause))))

@@ -411,7 +411,7 @@ class ParityItem(pytest.Item):
             return dataclasses.replace(self.without_comparison(told, device_error), traceback=way_there(error))
 
     def _judged_and_explained(self, seed: int, calibration: Table) -> Result:
-        from parity.comparison import explain_at, judge_at
+        from parity.comparison import check_stages_at, explain_at, judge_at
 
         at = self.case, self.checked, self.precision, seed, self.kernels, calibration
         if self.steps:
@@ -427,6 +427,8 @@ class ParityItem(pytest.Item):
             if comparison.is_unexplained and self.options.diagnosis is not None:
                 self._note_verdict(comparison.result)
             result = explain_at(comparison, self.options.diagnosis)
+            if self.options.stages:
+                result = check_stages_at(comparison.request, result)
         if self.kernels.device.type == "cuda":
             import torch
 

@@ -148,6 +148,7 @@ class Options:
         attention: the attention backend that TransformerEngine has to take, or ``all`` for each in turn; ``auto`` lets
             TransformerEngine choose, except for cases that demand particular backends.
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
+        stages: whether a port that passes is judged stage by stage as well.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
         resume: whether the run goes on with the existing record.
@@ -170,6 +171,7 @@ class Options:
     calibration: Path | None = None
     attention: str = "auto"
     determinism: bool = False
+    stages: bool = False
     timeout: float = 600.0
     diagnosis: float | None = 30.0
     resume: bool = False
@@ -202,6 +204,7 @@ class Options:
             "--parity-precisions": ",".join(self.precisions or ()) or "all",
             "--parity-attention": self.attention,
             "--parity-determinism": "yes" if self.determinism else "no",
+            "--parity-stages": "yes" if self.stages else "",
             "--parity-diagnosis": "no" if self.diagnosis is None else f"{self.diagnosis:g}",
             "--parity-strict": "yes" if self.strict else "",
             "--parity-calibration": self.calibration.name if self.calibration else "",
@@ -217,6 +220,12 @@ _DECLARED = (
     ("name", "parity", "NAME", "the report's name (default: parity)"),
     ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
     ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
+    (
+        "stages",
+        "no",
+        "yes|no",
+        "judge what passes stage by stage as well, which shows what a model hides (default: no)",
+    ),
     ("steps", "", "N", "train every pair for so many steps, 0 for none (default: what each pair declares)"),
     ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
     ("timeout", "600", "SECONDS", "for an item at one seed, and to collect a file; 0: no limit (default: 600)"),
@@ -294,6 +303,7 @@ def read(config: pytest.Config) -> Options:
         calibration=start / value("calibration") if value("calibration") else None,
         attention=parse_attention(value("attention"), "--parity-attention"),
         determinism=_parse_yes("determinism", value("determinism")),
+        stages=_parse_yes("stages", value("stages")),
         timeout=parse_timeout(value("timeout"), "--parity-timeout"),
         diagnosis=parse_diagnosis(value("diagnosis"), "--parity-diagnosis"),
         resume=_parse_yes("resume", value("resume")),

@@ -46,7 +46,6 @@ from parity.search.located import (
     Located,
     describe_contradiction,
     describe_place,
-    explanations_of_stages,
     locate,
     place_findings,
 )
@@ -505,11 +504,6 @@ def _find_causes(
         found = [*unlikely, *doubted]
         yield from _told([one for one in found if one.complete], failure)
 
-    def by_stages() -> Iterator[Finding]:
-        where = located()
-        if where is not None and where.is_in_values:
-            yield from told(explanations_of_stages(failure, where, by_place()[0]))
-
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),
         lambda: own_recipe_findings(failure),
@@ -534,8 +528,6 @@ def _find_causes(
         lambda: log_prob_findings(failure, trace),
         lambda: told(decoding_explanations(failure, trace, failure.budget(CHECKS_FOR_DECODING))),
         lambda: told(explanations(failure, by_place()[0], search, screened, first_order if tells else None)),
-        # A stage shows what the whole model hides, and has less noise.
-        by_stages,
         # A mistake that moves rows or columns, such as one of a weight map, says more than that they are moved.
         lambda: order_findings(failure),
         lambda: _of_other_operands(failure, trace, located, told),

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from parity.mistakes.codes import repairable
+from parity.mistakes.catalogue import hypotheses
+from parity.mistakes.codes import CODES, finding, repairable
 from parity.mistakes.hypothesis import Hypothesis, Scope
+from parity.passes.prepare import Prepared
 from parity.result import Finding
 from parity.search.failure import Failure
-from parity.search.in_full import Explanation, verified
-from parity.search.search import AS_WELL
 from parity.shown import few_of
 from parity.stages.judge import Judged, Stage
 from parity.stages.locate import Stages, is_flagged, judge_stages
-from parity.stages.suspects import Suspicion
+from parity.stages.suspects import Suspect, Suspicion
 from parity.trace.calls import Misfit
-from parity.trace.trace import LINEAR, Call, Site
+from parity.trace.trace import LINEAR, Call, Site, grouped
 
-_VERIFIED = 8  # suspects that are computed in full
-# Mistakes with a meaning at several places come before those at one; changes of single calls are left to the search.
-_SCOPES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",))
+_SCOPES: tuple[Scope, ...] = ("all", "kind", "one", "call")
 _NEAREST = 2  # known mistakes that a message names if none explains a stage
 _NAMED = 3  # values at which a stage begins that a message names
 _ROWS = 0.25  # a dimension tells where the error is if at most this share of its indices has most of it
@@ -39,10 +38,20 @@ class Located:
     Attributes:
         stages: the stages of its pass.
         suspicion: tries mistakes in them.
+        prepared: what was compared.
     """
 
     stages: Stages
     suspicion: Suspicion
+    prepared: Prepared
+
+    @cached_property
+    def likely(self) -> list[Hypothesis]:
+        """The known mistakes that may change where it departs."""
+        if not self.is_in_values:
+            return []
+        known = hypotheses(self.prepared, self.stages.graph.trace, frozenset(), [])
+        return [one for one in known if self.suspicion.concerns(one)]
 
     @property
     def is_in_values(self) -> bool:
@@ -65,28 +74,43 @@ def locate(failure: Failure) -> Iterator[Located]:
         stages = judge_stages(failure.request, prepared, failure.freedoms)
     except Misfit:
         return
-    yield Located(stages, Suspicion(prepared, stages, prepared.clock.is_over))
+    yield _located(prepared, stages)
 
 
-def explanations_of_stages(failure: Failure, located: Located, known: Sequence[Hypothesis]) -> list[Explanation]:
-    """Return the explanations by one mistake that makes every flagged stage; each is computed in full.
+def _located(prepared: Prepared, stages: Stages) -> Located:
+    return Located(stages, Suspicion(prepared, stages, prepared.clock.is_over), prepared)
 
-    Args:
-        failure: a failure whose candidate's outputs are finite.
-        located: where it departs.
-        known: the mistakes that may change where it departs, the likeliest first.
-    """
-    for scopes in _SCOPES:
-        of_scopes = [one for one in known if one.scope in scopes]
-        found = {one.mistake: one for one in located.suspicion.explanations(of_scopes)}
-        in_order = [*(one for one in of_scopes if one in found), *(one for one in found if one not in of_scopes)]
-        suspected = [one for one in in_order if found[one].explained == located.suspicion.flagged]
-        explained = [verified(failure, (one,)) for one in suspected[:_VERIFIED]]
-        complete = [one for one in explained if one is not None and one.complete]
-        if complete:
-            best = min(one.misfit for one in complete)
-            return sorted(complete, key=lambda one: max(one.misfit, AS_WELL * best))
-    return []
+
+def findings_of_stages(prepared: Prepared, stages: Stages) -> tuple[Finding, ...]:
+    """Return the findings on a port that is right at its end and wrong at some stage: mistakes, then the place."""
+    located = _located(prepared, stages)
+    suspects = located.suspicion.explanations(located.likely)
+    every = [one for one in suspects if one.explained == located.suspicion.flagged]
+    # A mistake that is made everywhere comes before the same at one place, and a single call comes last.
+    kinds = grouped(sorted(every, key=lambda one: _SCOPES.index(one.mistake.scope)), lambda one: one.mistake.title)
+    told = [_tell_suspect(some[0], kinds) for some in list(kinds.values())[:_NEAREST]]
+    places = list(place_findings(located))
+    return tuple([*(replace(one, place=describe_place(stages)) for one in told), *places] or [_tell_stages(stages)])
+
+
+def _tell_suspect(one: Suspect, kinds: Mapping[str, Sequence[Suspect]]) -> Finding:
+    mistake = one.mistake
+    others = [f"{CODES[title]} {title}" for title in kinds if title != mistake.title]
+    doubt = f"; {' or '.join(others)} explains it equally well, so it is one of these" if others else ""
+    message = (
+        f"each stage is within {one.misfit:.2g} times the expected error, computed from the candidate's own values, if "
+        f"you {mistake.repair}{doubt}"
+    )
+    return finding(mistake.title, message, sure=not others, repair=mistake.repair, code=mistake.code)
+
+
+def _tell_stages(stages: Stages) -> Finding:
+    """Return a finding on stages that are too long to be a place."""
+    first = stages.flagged[0]
+    message = (
+        f"{len(stages.flagged)} stages are off; the first ends at the {describe_end(first.stage)}, and its result "
+    )
+    return repairable("first-divergence", message + _describe_size(first), "compare the layers before it as pairs")
 
 
 def describe_contradiction(find_place: Callable[[], Located | None], mistakes: Sequence[Hypothesis]) -> str:
@@ -137,7 +161,10 @@ def place_findings(located: Located) -> Iterator[Finding]:
 
 def _describe_nearest(located: Located) -> str:
     """Say which known mistakes come nearest to what the candidate computes there."""
-    near = [f"{one.name} (leaves {left:.0%} of the error there)" for left, one in located.suspicion.nearest(_NEAREST)]
+    near = [
+        f"{one.name} (leaves {left:.0%} of the error there)"
+        for left, one in located.suspicion.nearest(located.likely, _NEAREST)
+    ]
     return f". Perhaps it is like {' or '.join(near)}: no known mistake comes nearer" if near else ""
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 
 import torch
 from scipy.optimize import minimize_scalar
@@ -108,7 +109,6 @@ class Suspicion:
         self._regions: dict[int, list[_Region]] = {}
         self._up_to: dict[int, _Region] = {}
         self._unchanged: dict[int, float] = {}
-        self._near: list[tuple[float, Hypothesis]] = []
         self.flagged = frozenset(one.stage.end for one in self._forward if is_flagged(one))
 
     def explanations(self, known: Iterable[Hypothesis]) -> list[Suspect]:
@@ -122,7 +122,6 @@ class Suspicion:
             if suspect is not None:
                 found.append(suspect)
                 continue
-            self._near += [(left, mistake)] if left <= NEAR else []
             if mistake.tuned is not None and left < _HELPS:
                 partly.append((left, mistake))
         found += self._fit_numbers(partly)
@@ -133,9 +132,11 @@ class Suspicion:
         right = [region for region in self._find_touched(mistake) if not region.flagged]
         return max(self._ratio_under(region, mistake) for region in (*self._regions_of(one), *right))
 
-    def nearest(self, count: int) -> list[tuple[float, Hypothesis]]:
-        """Return tried mistakes of different kinds that explain most of a region's error, with the share left."""
-        kinds = grouped(sorted(self._near, key=lambda entry: entry[0]), lambda entry: entry[1].title)
+    def nearest(self, known: Iterable[Hypothesis], count: int) -> list[tuple[float, Hypothesis]]:
+        """Return mistakes of different kinds that explain most of a region's error, with the share that they leave."""
+        tried = ((self._try_mistake(one)[1], one) for one in takewhile(lambda one: not self._is_over(), known))
+        near = sorted((entry for entry in tried if entry[0] <= NEAR), key=lambda entry: entry[0])
+        kinds = grouped(near, lambda entry: entry[1].title)
         return [some[0] for some in kinds.values()][:count]
 
     def concerns(self, mistake: Hypothesis) -> bool:
@@ -214,7 +215,12 @@ class Suspicion:
         for region in regions if regions and regions[0].flagged else ():
             ratio = self._ratio_under(region, mistake)
             if region.flagged:
-                least = min(least, ratio / max(self._ratio_under(region, None), RATIO))
+                unchanged = self._ratio_under(region, None)
+                least = min(least, ratio / max(unchanged, RATIO))
+                if unchanged <= RATIO:  # the error leans, and is no larger than rounding leaves: nothing can be told
+                    return None, least
+            elif ratio <= RATIO:  # where all is right, each stage of it must stay right as well
+                ratio = max([ratio, *(self._ratio_under(alone, mistake) for alone in self._list_stages_of(region))])
             worst = max(worst, ratio)
             if not worst <= RATIO:
                 return None, least
@@ -229,7 +235,11 @@ class Suspicion:
             value = self._values[number]
             below = [end for end in self._anchors if end == value or self._graph.is_above(value, end)]
             ends = [end for end in below if not any(self._graph.is_above(other, end) for other in below)]
-            self._regions[number] = [self._region_up_to(end) for end in ends or [value]]
+            regions = [self._region_up_to(end) for end in ends or [value]]
+            if is_flagged(one) and all(self._ratio_under(region, None) <= RATIO for region in regions):
+                # What is off here is hidden by the noise of what follows.
+                regions = [_Region(value, frozenset(), frozenset({one.stage.end}))]
+            self._regions[number] = regions
         return self._regions[number]
 
     def _region_up_to(self, end: Value) -> _Region:
@@ -245,6 +255,11 @@ class Suspicion:
             ends = (one.stage.end for one in self._stages_at((*inner, end.number)))
             self._up_to[end.number] = _Region(end, frozenset(inner), self.flagged.intersection(ends))
         return self._up_to[end.number]
+
+    def _list_stages_of(self, region: _Region) -> Iterator[_Region]:
+        """Yield the stages within a region, each as a region of its own."""
+        for one in self._stages_at(region.inner):
+            yield _Region(self._values[one.stage.number], frozenset(), frozenset())
 
     def _stages_at(self, numbers: Iterable[int]) -> list[Judged]:
         """Return the stages that end with these values."""

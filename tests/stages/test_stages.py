@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import parity
 from lab.corpus.catalogue import PORTS, RIGHT
 from lab.corpus.placed_ports import BY_FAMILY
 from lab.corpus.small import normal, twins
 from parity import stack, te
 from parity.case.case import Case
 from parity.case.validate import check_case
-from parity.comparison import observe_port
+from parity.comparison import observe_stages
 from parity.judge.limits import packaged
 from parity.judge.request import Request
 from parity.mistakes.catalogue import hypotheses
@@ -37,8 +38,7 @@ def stages_of(case: Case, precision: str = "bf16") -> Stages:
     checked, *_ = check_case(case, KERNELS.te)
     prepared = prepare(case, checked, PRECISIONS[precision].dtype, 0, KERNELS)
     request = Request(case, checked, PRECISIONS[precision], 0, KERNELS, packaged())
-    port = observe_port(request, prepared)
-    return judge_stages(request, replace(prepared, made=port.choices), port.freedoms)
+    return observe_stages(request, prepared)
 
 
 # Right ports.
@@ -160,6 +160,25 @@ def test_a_wrong_value_is_laid_out_as_the_right_ones_are():
 def test_a_reference_that_trains_itself_is_a_misfit():
     with pytest.raises(Misfit, match="stage by stage"):
         stages_of(RIGHT["trained_linear"])
+
+
+@pytest.mark.parametrize(
+    ("case", "status"),
+    [
+        (PLACED["placed_gemma: scores of one layer not capped"].port.case, "failed"),
+        (RIGHT["llama_layer"], "passed"),
+        (RIGHT["trained_linear"], "passed"),  # whose stages cannot be judged
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_a_port_that_passes_is_judged_at_its_stages_if_that_is_asked_for(case: Case, status: str):
+    smallest = replace(case, sizes=case.sizes[:1])
+    ((alone,), (result,)) = (parity.compare(smallest, ["bf16"], backend="cpu", stages=asked) for asked in (False, True))
+    assert alone.status == "passed"
+    assert result.status == status
+    if status == "failed":
+        assert "it is right at its end, but 3 of 215 stages are off" in result.reason
+        assert "in layers.3.attn" in result.findings[0].message
 
 
 # Suspects.
