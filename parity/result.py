@@ -329,6 +329,30 @@ class Step:
     margin: float
 
 
+@dataclass(frozen=True)
+class StageResult:
+    """What one stage of a pass does to the error.
+
+    Attributes:
+        end: where the stage ends, in words.
+        backward: whether it computes a gradient.
+        whole: the relative error of the value at its end against golden, with what earlier stages added; NaN for a
+            gradient.
+        added: the relative error that it adds.
+        expected: the error that its roundings cost.
+        gain: the added error's share along the value, in standard deviations of rounding.
+        is_off: whether it adds more than rounding explains.
+    """
+
+    end: str
+    backward: bool
+    whole: float
+    added: float
+    expected: float
+    gain: float
+    is_off: bool
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Result:
     """The result of one case at one size, precision and seed.
@@ -355,6 +379,7 @@ class Result:
         cut_short: whether the comparison was cut short because the run was interrupted or a process ended, so that a
             resumed run repeats it.
         steps: the steps of a training, as far as it got; empty for a single pass.
+        stages: the stages of the pass, if they were asked for.
         ranks: the ranks that computed the candidate, such as ``tp2-sp``; empty for one process.
         equals: the precision without a recipe that this one equals, since nothing in the pass was quantized; empty if
             something was, or if that was not watched, as in trainings and over ranks.
@@ -380,6 +405,7 @@ class Result:
     traceback: str = ""
     cut_short: bool = False
     steps: tuple[Step, ...] = ()
+    stages: tuple[StageResult, ...] = ()
     ranks: str = ""
     equals: str = ""
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from tabulate import tabulate
 
 from parity import shown, te
@@ -19,7 +18,8 @@ from parity.judge.request import Request
 from parity.passes.prepare import prepare
 from parity.plugin.options import parse_backend
 from parity.report.numbers import short
-from parity.search.located import describe_end, describe_place
+from parity.result import StageResult
+from parity.search.located import describe_place, results_of_stages
 from parity.stages.judge import Judged
 from parity.stages.locate import Stages, is_flagged
 from parity.te import PRECISIONS, Precision
@@ -69,8 +69,8 @@ def _judge_case(case: Case, size: int, seed: int, precision: Precision, backend:
 
 
 def _list_lines(stages: Stages, gradients: bool) -> Iterator[str]:
-    told = [one for one in stages.all if gradients or not one.stage.backward or is_flagged(one)]
-    rows = [_make_row(stages, one) for one in told]
+    both = zip(stages.all, results_of_stages(stages), strict=True)
+    rows = [_make_row(judged, one) for judged, one in both if gradients or not one.backward or one.is_off]
     yield from tabulate(rows, _HEADERS, tablefmt="plain", disable_numparse=True).splitlines()
     yield ""
     for backward, name in ((False, "forward"), (True, "backward")):
@@ -83,21 +83,8 @@ def _list_lines(stages: Stages, gradients: bool) -> Iterator[str]:
         yield f"the candidate departs from the reference {place}"
 
 
-def _make_row(stages: Stages, one: Judged) -> tuple[str, ...]:
-    stage = one.stage
-    ratio = "missing" if one.is_missing else short(one.ratio)
-    told = (short(one.error), short(one.expected), ratio, f"{one.gain:+.1f} σ")
-    whole = _measure_whole_error(stages, one)
-    return ("✗" if is_flagged(one) else "", describe_end(stage), stage.evidence, whole, *told)
-
-
-def _measure_whole_error(stages: Stages, one: Judged) -> str:
-    """Return the error of a value against golden, which has what earlier stages added; empty for a gradient."""
-    if one.stage.backward:
-        return ""
-    match = stages.found[one.stage.number]
-    golden = stages.graph.trace.tensor(match.value).double()
-    rows = stages.graph.read.get(match.value.number, torch.tensor(True))
-    size = torch.linalg.vector_norm(golden).item()
-    apart = torch.linalg.vector_norm(torch.where(rows, match.end - golden, 0.0)).item()
-    return short(apart / size) if size and math.isfinite(apart) else ""
+def _make_row(judged: Judged, one: StageResult) -> tuple[str, ...]:
+    ratio = "missing" if judged.is_missing else short(judged.ratio)
+    whole = short(one.whole) if math.isfinite(one.whole) else ""
+    told = (whole, short(judged.error), short(one.expected), ratio, f"{one.gain:+.1f} σ")
+    return ("✗" if one.is_off else "", one.end, judged.stage.evidence, *told)

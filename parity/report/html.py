@@ -293,7 +293,7 @@ def _make_item_view(item: Item, ids: _Ids, limits: str, every_tensor: bool, sort
     failed = status in ("failed", "error")
     drawn = sorted(worst.tensors, key=lambda tensor: -tensor.margin)
     by_layer = over_depth(worst.tensors) if every_tensor and not worst.steps else None
-    courses = (over_steps(worst), by_layer)
+    courses = (over_steps(worst), over_stages(worst), by_layer)
     at = worst.worst.label if worst.worst else ""
     return ItemView(
         id=ids.of(item.name),
@@ -622,6 +622,29 @@ def over_steps(result: Result) -> Plot | None:
             "loss": finite(step.loss for step in result.steps),
             "golden": finite(step.golden for step in result.steps),
             "margin": finite(step.margin for step in result.steps),
+        },
+    )
+
+
+def over_stages(result: Result) -> Plot | None:
+    """Return a plot of the error along the forward pass, stage by stage; None if stages were not asked for."""
+    forward = [one for one in result.stages if not one.backward]
+    if not forward:
+        return None
+    off = [one.end for one in result.stages if one.is_off]
+    told = f"{plural(len(forward), 'stage')} of the forward pass. "
+    told += (
+        f"More error than rounding explains: {shown.few_of(off)}." if off else "Each is as right as rounding allows."
+    )
+    return Plot(
+        "stages",
+        "error against stages",
+        told,
+        {
+            "ends": [one.end for one in forward],
+            "whole": finite(one.whole for one in forward),
+            "added": finite(one.added for one in forward),
+            "expected": finite(one.expected for one in forward),
         },
     )
 

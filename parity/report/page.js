@@ -220,6 +220,16 @@
         shapes: [limit(colours)],
       })];
     },
+    stages(one, colours) {
+      const at = one.ends.map((_, i) => i + 1);
+      const line = (name, y, colour, dash, symbol) => ({ x: at, y, name, text: one.ends, hovertemplate: "%{text}<br>%{y:.2g}", mode: "lines+markers", line: { color: colour, width: 2, dash }, marker: { size: 6, symbol } });
+      const traces = [line("error of the value", one.whole, colours.fg, "dot", "circle"), line("added by the stage", one.added, colours.fail, "solid", "square"), line("expected of the stage", one.expected, colours.pass, "dash", "diamond")];
+      return [traces, layout(colours, {
+        hovermode: "closest",
+        xaxis: axis(colours, { title: titled("stage") }),
+        yaxis: log(colours, [...one.whole, ...one.added, ...one.expected], { title: titled("relative error") }),
+      })];
+    },
     steps(one, colours) {
       const line = (name, y, colour, dash, symbol, yaxis = "y") => ({ x: one.at, y, name, yaxis, mode: "lines+markers", line: { color: colour, width: 2, dash }, marker: { size: 6, symbol } });
       return [[line("loss of the candidate", one.loss, colours.fail, "solid", "circle"), line("of the reference, same step", one.golden, colours.pass, "dash", "diamond"), line("margin", one.margin, colours.fg, "solid", "square", "y2")], layout(colours, {

@@ -13,7 +13,7 @@ from parity.mistakes.catalogue import hypotheses
 from parity.mistakes.codes import CODES, finding, repairable
 from parity.mistakes.hypothesis import Hypothesis, Scope
 from parity.passes.prepare import Prepared
-from parity.result import Finding
+from parity.result import Finding, StageResult
 from parity.search.failure import Failure
 from parity.shown import few_of
 from parity.stages.judge import Judged, Stage
@@ -91,6 +91,32 @@ def findings_of_stages(prepared: Prepared, stages: Stages) -> tuple[Finding, ...
     told = [_tell_suspect(some[0], kinds) for some in list(kinds.values())[:_NEAREST]]
     places = list(place_findings(located))
     return tuple([*(replace(one, place=describe_place(stages)) for one in told), *places] or [_tell_stages(stages)])
+
+
+def results_of_stages(stages: Stages) -> tuple[StageResult, ...]:
+    """Return the stages as plain data, forward ones first."""
+    return tuple(
+        StageResult(
+            describe_end(one.stage),
+            one.stage.backward,
+            math.nan if one.stage.backward else _measure_whole_error(stages, one),
+            math.inf if one.is_missing else one.error,
+            one.expected,
+            one.gain,
+            is_flagged(one),
+        )
+        for one in stages.all
+    )
+
+
+def _measure_whole_error(stages: Stages, one: Judged) -> float:
+    """Return the error of a value against golden, which has what earlier stages added."""
+    match = stages.found[one.stage.number]
+    golden = stages.graph.trace.tensor(match.value).double()
+    rows = stages.graph.read.get(match.value.number, torch.tensor(True))
+    size = torch.linalg.vector_norm(golden).item()
+    apart = torch.linalg.vector_norm(torch.where(rows, match.end - golden, 0.0)).item()
+    return apart / size if size else math.nan
 
 
 def _tell_suspect(one: Suspect, kinds: Mapping[str, Sequence[Suspect]]) -> Finding:

@@ -15,7 +15,7 @@ from parity.report.changes import Comparison
 from parity.report.html import MOST_ROWS, ItemView, Page, page, shade
 from parity.report.markdown import Digest, digest
 from parity.report.record import Record, Uncollected
-from parity.result import Finding, Histogram, Picture, Profile, Result, Step, TensorResult
+from parity.result import Finding, Histogram, Picture, Profile, Result, StageResult, Step, TensorResult
 
 EPS = Finding(
     *("PAR201", "norm-eps", "the error falls"),
@@ -230,6 +230,18 @@ def test_a_training_is_drawn_against_steps() -> None:
     assert found.words == "2 steps; the largest margin is ∞, at step 2."
     assert found.numbers["loss"] == [5.0, None]
     assert found.numbers["margin"] == [0.4, None]
+
+
+def test_the_error_is_drawn_against_stages_if_they_were_asked_for() -> None:
+    linear = StageResult("1st 'linear' of fc1", False, 0.002, 0.002, 0.002, 0.1, False)
+    gelu = StageResult("1st 'gelu' of fc1", False, 0.2, 0.2, 0.002, 40.0, True)
+    gradient = StageResult("d fc1.weight", True, math.nan, math.inf, 0.002, 0.0, True)
+    (found,) = plot_of("stages", tensor(), stages=(linear, gelu, gradient))
+    assert found.words == (
+        "2 stages of the forward pass. More error than rounding explains: 1st 'gelu' of fc1, d fc1.weight."
+    )
+    assert found.numbers["added"] == [0.002, 0.2]
+    assert plot_of("stages", tensor()) == []
 
 
 # The page as a whole.
