@@ -246,14 +246,19 @@ def check_stages_at(request: Request, result: Result) -> Result:
 
 
 def _check_stages(request: Request, result: Result) -> Result:
-    from parity.search.located import findings_of_stages, results_of_stages
-
     at = request.case, request.checked, request.precision.dtype, request.seed, request.kernels
     prepared = prepare(*at)
     try:
         stages = observe_stages(request, prepared)
     except Misfit as error:
         return replace(result, notes=(*result.notes, f"{said(error)}, so only its end was judged"))
+    return with_stages(result, prepared, stages)
+
+
+def with_stages(result: Result, prepared: Prepared, stages: Stages) -> Result:
+    """Return the result with its stages: a failure, if it passed and one of them is off."""
+    from parity.search.located import findings_of_stages, results_of_stages
+
     result = replace(result, stages=results_of_stages(stages))
     if not stages.flagged or not result.passed:
         return result

@@ -62,7 +62,7 @@ def judge(
     judged = [judge_pass(group, case, checked, kernels, precision, seconds) for group in group_ranks(passes)]
     for one in judged:
         print(shown.text("\n".join(_list_verdict(one))))
-    wrong = sum(not _is_right(one) for one in judged)
+    wrong = sum(not one.result.passed for one in judged)
     passes_in_words = f"{len(judged)} pass{'es' * (len(judged) != 1)}"
     print(f"{len(judged) - wrong} of {passes_in_words} right, at the end and at each stage")
     return not wrong
@@ -84,14 +84,9 @@ def _load_pair(target: str, size: int, backend: str) -> tuple[Case, CheckedSize,
     return case, checked, kernels
 
 
-def _is_right(one: JudgedPass) -> bool:
-    flagged = () if one.stages is None or one.stored.index.is_modelled_roughly else one.stages.flagged
-    return one.result.passed and not flagged
-
-
 def _list_verdict(one: JudgedPass) -> Iterator[str]:
     result = one.result
-    mark = "✓" if _is_right(one) else "✗"
+    mark = "✓" if result.passed else "✗"
     margin = f", margin {short(result.margin)}" if result.status in ("passed", "failed") else ""
     yield f"{mark} {one.stored.index} at {one.precision}: {result.status}{margin}"
     if not result.passed:
@@ -144,7 +139,7 @@ def bisect(first: Path, second: Path, reference: str, size: int, backend: str) -
                 group = next(group for group in group_ranks(known[path]) if stored in group)
                 judged = judge_pass(group, *pair)
                 print(shown.text("\n".join(_list_side(path.name, judged, found))))
-                is_right = is_right and _is_right(judged)
+                is_right = is_right and judged.result.passed
     return is_right
 
 

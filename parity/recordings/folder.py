@@ -72,6 +72,7 @@ class RecordedPass:
         values: what it computed, in order.
         arguments: what it was called with, see ``packed``.
         outputs: the names of its outputs.
+        inner: those that another output is computed from, such as logits beside a loss.
         tensors: the shape of each tensor in the file.
         unreached: parameters to which no gradient came.
         notes: what was left out, and why.
@@ -97,6 +98,7 @@ class RecordedPass:
     values: tuple[RecordedValue, ...]
     arguments: Any
     outputs: tuple[str, ...]
+    inner: tuple[str, ...]
     tensors: dict[str, tuple[int, ...]]
     unreached: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from parity.case import transfer
 from parity.case.case import Case, Pair
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import WeightMap, names
-from parity.comparison import explain_at, judge_at
+from parity.comparison import explain_at, judge_at, with_stages
 from parity.judge.limits import packaged
 from parity.judge.request import CandidateRun, Request
 from parity.passes.all_passes import Tensors
@@ -110,12 +110,13 @@ def judge_pass(
     )
     run = CandidateRun(tensors, unreached, values=values)
     comparison = judge_at(whole, checked, at, 0, kernels, packaged(), candidate_run=run)
-    stages = None
-    if comparison.result.status in ("passed", "failed"):
+    result, stages = explain_at(comparison, seconds), None
+    if result.status in ("passed", "failed"):
+        prepared = prepare(whole, checked, at.dtype, 0, kernels)
         with suppress(Misfit):
-            request = Request(whole, checked, at, 0, kernels, packaged(), candidate_run=run)
-            stages = judge_stages(request, prepare(whole, checked, at.dtype, 0, kernels))
-    return JudgedPass(stored, at.name, explain_at(comparison, seconds), stages, tuple(notes))
+            stages = judge_stages(Request(whole, checked, at, 0, kernels, packaged(), candidate_run=run), prepared)
+            result = result if stored.index.is_modelled_roughly else with_stages(result, prepared, stages)
+    return JudgedPass(stored, at.name, result, stages, tuple(notes))
 
 
 def precision_of(stored: StoredPass) -> str:
@@ -274,9 +275,14 @@ def _has_gradients(tensors: Tensors) -> bool:
 
 
 def _read_cotangents(stored: StoredPass, tensors: Tensors) -> dict[str, Tensor]:
-    """Return the gradient at each output; zeros where none came."""
+    """Return the gradient that came to each output from outside; zeros where none came.
+
+    What was recorded for an output that another one is computed from, such as logits beside a loss, came through that.
+    """
     known = stored.named("gradient of output")
-    return {name: known.get(name, torch.zeros_like(x)) for (kind, name), x in tensors.items() if kind == "output"}
+    outer = {name: x for name, x in known.items() if name not in stored.index.inner}
+    given = outer or known
+    return {name: given.get(name, torch.zeros_like(x)) for (kind, name), x in tensors.items() if kind == "output"}
 
 
 def read_values(stored: StoredPass, weights: WeightMap) -> list[Watched]:

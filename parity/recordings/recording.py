@@ -11,7 +11,7 @@ import queue
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -107,6 +107,7 @@ class _Running:
         arguments: what it was called with, as JSON.
         given: the tensors among these, by name.
         outputs: its outputs, by name.
+        inner: the names of those that another output is computed from, such as logits beside a loss.
         gradients: gradients of parameters, arguments and outputs, by key.
         recipes: TE's recipes, by submodule.
         unscaled: submodules whose delayed scaling has seen no gradient yet.
@@ -126,6 +127,7 @@ class _Running:
     arguments: Any = None
     given: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    inner: tuple[str, ...] = ()
     gradients: dict[str, Tensor] = field(default_factory=dict)
     recipes: dict[str, str] = field(default_factory=dict)
     unscaled: list[str] = field(default_factory=list)
@@ -292,7 +294,9 @@ class Recorder:
         one.arguments = stored.packed({"args": tuple(args), "kwargs": kwargs}, keep)
         if returned is None:  # it raised
             return
-        for name, x in named_outputs(returned).items():
+        outputs = named_outputs(returned)
+        one.inner = _find_inner_outputs(outputs)
+        for name, x in outputs.items():
             one.outputs[name] = x.detach().to("cpu", copy=True)
             if x.requires_grad:
                 x.register_hook(partial(one.keep_gradient, key_of("gradient of output", name)))
@@ -348,6 +352,7 @@ class Recorder:
             tuple(values),
             one.arguments,
             tuple(one.outputs),
+            one.inner,
             {key: tuple(x.shape) for key, x in tensors.items()},
             tuple(sorted(trained - reached)) if reached else (),
             tuple(notes),
@@ -368,6 +373,21 @@ def _has_scales(module: nn.Module) -> bool:
         return True
     state = meta.get("scaling_bwd")
     return state is not None and bool((state.scale != 1.0).any())
+
+
+def _find_inner_outputs(outputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of outputs that other outputs are computed from, by autograd's graph."""
+    nodes = {x.grad_fn: name for name, x in outputs.items() if x.grad_fn is not None}
+    inner: set[str] = set()
+    for start in nodes if len(nodes) > 1 else ():
+        seen, waiting = {start}, [start]
+        while waiting:
+            for node, _ in waiting.pop().next_functions:
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    waiting.append(node)
+        inner |= {nodes[node] for node in nodes if node in seen and node is not start}
+    return tuple(sorted(inner))
 
 
 def _matches(prefix: str, patterns: Sequence[str], path: str) -> bool:

@@ -1,5 +1,6 @@
 """A small model in PyTorch and as a port to TE, whose trainings the tests record."""
 
+import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -73,6 +74,14 @@ class Model(nn.Module):
         return x
 
 
+class Scored(Model):
+    """Returns its loss, and what the loss is computed from."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        prediction = super().forward(x)
+        return {"loss": F.mse_loss(prediction.float(), x.float()), "prediction": prediction}
+
+
 def port(te: ModuleType, mistake: str = "", layers: int = LAYERS) -> Model:
     """Return the port, whose last layer has the mistake."""
     return Model([*(Port(te) for _ in range(layers - 1)), Port(te, mistake)])
@@ -93,6 +102,14 @@ def model(te: ModuleType, layers: int, **_: Any) -> parity.Pair:
         candidate=port(te, layers=layers),
         weights={f"layers.{{i}}.{left}": f"layers.{{i}}.{right}" for left, right in own.items()},
         inputs=lambda rng, batch, seq: rng.normal(batch, seq, WIDTH),
+    )
+
+
+@parity.pair("scored", sizes=[dict(batch=4, seq=16)])
+def scored(te: ModuleType, **_: Any) -> parity.Pair:
+    whole = model.factory(te, layers=LAYERS)
+    return dataclasses.replace(
+        whole, reference=Scored(list(whole.reference.layers)), candidate=Scored(list(whole.candidate.layers))
     )
 
 

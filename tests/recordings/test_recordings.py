@@ -68,8 +68,7 @@ def judge(stored: StoredPass, size: int = 0) -> JudgedPass:
 
 
 def is_right(one: JudgedPass) -> bool:
-    flagged = () if one.stages is None or one.stored.index.is_modelled_roughly else one.stages.flagged
-    return one.result.passed and one.stages is not None and not flagged
+    return one.result.passed and one.stages is not None
 
 
 def with_gradient(module: nn.Module, x: Tensor) -> None:
@@ -134,6 +133,17 @@ def test_recorded_passes_of_a_right_port_are_right(precision: str, module: Any, 
     assert len(found) == options.get("passes", 1)
     assert all(one.precision == precision for one in found)
     assert all(is_right(one) for one in found), [one.result for one in found]
+
+
+@pytest.mark.parametrize("mistake", ["", "activation"])
+def test_what_a_loss_is_computed_from_is_judged_beside_it(mistake: str, tmp_path: Path):
+    module = pairs.Scored(list(ported(mistake).layers))
+    (stored,) = train(tmp_path, module, pass_of=lambda module, x: module(x)["loss"].backward())
+    assert stored.index.inner == ("output[prediction]",)
+    case = registry.only(f"{FILE}::scored")
+    found = judge_pass([stored], case, *check_case(case, KERNELS.te), KERNELS)
+    assert is_right(found) == (not mistake), found.result
+    assert [one.title for one in found.result.findings[:1]] == [mistake] * bool(mistake)
 
 
 def test_a_first_step_of_delayed_scaling_is_not_judged(tmp_path: Path):
