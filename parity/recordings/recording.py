@@ -316,54 +316,56 @@ class Recorder:
             **{key_of("output", name): x for name, x in one.outputs.items()},
             **{key: x.to("cpu") for key, x in one.gradients.items()},
         }
-        size = sum(x.nbytes for x in tensors.values())
-        values, notes = [], list(one.notes)
-        for place, seen in enumerate(one.watch.seen):
-            size += seen.tensor.nbytes + (0 if seen.gradient is None else seen.gradient.nbytes)
-            if size > self._max_bytes:
-                left = len(one.watch.seen) - place
-                notes.append(f"{left} values are left out, since a pass may take {in_words(self._max_bytes)}")
-                break
-            values.append(_describe_value(seen))
-            tensors[key_of("value", place)] = seen.tensor.to("cpu")
-            if seen.gradient is not None:
-                tensors[key_of("gradient of value", place)] = seen.gradient.to("cpu")
-        reached = {name for name in one.weights if key_of("gradient of weight", name) in tensors}
-        trained = {
-            name.removeprefix(_prefix_of(one.root)) for name, x in one.root.named_parameters() if x.requires_grad
-        }
+        values = self._add_values(one, tensors)
+        prefix, (tp, sequence_parallel, splits) = _prefix_of(one.root), tensor_parallel_marks(one.root)
+        trained = {name.removeprefix(prefix) for name, x in one.root.named_parameters() if x.requires_grad}
+        reached = {name for name in trained if key_of("gradient of weight", name) in tensors}
         if trained and not reached and any(key.startswith("gradient of output") for key in tensors):
-            notes.append(
+            one.notes.append(
                 "no gradient of a parameter was recorded: they are added to main_grad, or came after another pass began"
             )
-        tp, sequence_parallel, splits = tensor_parallel_marks(one.root)
-        dtypes = Counter(str(x.dtype).removeprefix("torch.") for x in one.root.parameters())
         index = RecordedPass(
-            self._run,
-            self._rank,
-            self._ranks,
-            self.step,
-            one.number,
-            type(one.root).__name__,
-            dict(dtypes),
-            one.autocast,
-            one.recipes,
-            one.is_training,
-            tuple(values),
-            one.arguments,
-            tuple(one.outputs),
-            one.inner,
-            {key: tuple(x.shape) for key, x in tensors.items()},
-            tuple(sorted(trained - reached)) if reached else (),
-            tuple(notes),
-            self._environment,
-            tuple(one.unscaled),
-            tp,
-            sequence_parallel,
-            {name.removeprefix(_prefix_of(one.root)): split for name, split in splits.items()},
+            run=self._run,
+            rank=self._rank,
+            ranks=self._ranks,
+            step=self.step,
+            number=one.number,
+            root=type(one.root).__name__,
+            dtypes=dict(Counter(str(x.dtype).removeprefix("torch.") for x in one.root.parameters())),
+            autocast=one.autocast,
+            recipes=one.recipes,
+            is_training=one.is_training,
+            values=values,
+            arguments=one.arguments,
+            outputs=tuple(one.outputs),
+            inner=one.inner,
+            tensors={key: tuple(x.shape) for key, x in tensors.items()},
+            unreached=tuple(sorted(trained - reached)) if reached else (),
+            notes=tuple(one.notes),
+            environment=self._environment,
+            unscaled=tuple(one.unscaled),
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            splits={name.removeprefix(prefix): split for name, split in splits.items()},
         )
         self.written.append(index.stem)
         self._writer.put(index, tensors)
+
+    def _add_values(self, one: _Running, tensors: dict[str, Tensor]) -> tuple[RecordedValue, ...]:
+        """Add what the model computed to a pass's tensors, as far as there is room, and return what they are."""
+        size = sum(x.nbytes for x in tensors.values())
+        values: list[RecordedValue] = []
+        for seen in one.watch.seen:
+            both = {"value": seen.tensor, "gradient of value": seen.gradient}
+            known = {key_of(kind, seen.order): x for kind, x in both.items() if x is not None}
+            size += sum(x.nbytes for x in known.values())
+            if size > self._max_bytes:
+                left = len(one.watch.seen) - len(values)
+                one.notes.append(f"{left} values are left out, since a pass may take {in_words(self._max_bytes)}")
+                break
+            values.append(_describe_value(seen, _prefix_of(one.root)))
+            tensors.update((key, x.to("cpu")) for key, x in known.items())
+        return tuple(values)
 
 
 def _has_scales(module: nn.Module) -> bool:
@@ -402,14 +404,14 @@ def _prefix_of(root: nn.Module) -> str:
     return _WRAPPED if names and all(name.startswith(_WRAPPED) for name in names) else ""
 
 
-def _describe_value(one: Watched) -> RecordedValue:
+def _describe_value(one: Watched, prefix: str) -> RecordedValue:
     return RecordedValue(
         one.name,
-        one.module,
+        f"{one.module}.".removeprefix(prefix).removesuffix("."),
         tuple(sorted(one.lineage)),
         one.from_input,
         tuple(parent.order for parent in one.parents),
-        one.weights,
+        tuple(name.removeprefix(prefix) for name in one.weights),
         one.is_result,
         one.gradient is not None,
     )

@@ -184,6 +184,32 @@ def test_the_writer_leaves_the_training_as_it_is(tmp_path: Path):
     assert [path.name for path in (tmp_path / "dump").iterdir() if path.name.startswith(".")] == []
 
 
+class Raising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = KERNELS.te.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("the training's own error")
+
+
+def test_an_error_of_the_training_comes_through_and_what_was_recorded_stays(tmp_path: Path):
+    right, wrong, x = ported(), Raising(), torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(right.parameters())
+
+    def train_until_it_raises() -> None:
+        with parity.recording(tmp_path, steps=[0, 1]):
+            right(x).float().mean().backward()
+            optimizer.step()
+            wrong(x)
+
+    with pytest.raises(ValueError, match="the training's own error"):
+        train_until_it_raises()
+    (stored,) = folder.read(tmp_path)
+    assert is_right(judge(stored))
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
 def train_on_rank(path: str) -> None:
     from torch import distributed
 
