@@ -32,13 +32,7 @@ from parity.passes.one_pass import outputs_of, run
 from parity.passes.prepare import Prepared, cast
 from parity.result import PROBED, Finding, TensorResult
 from parity.search.borders import border_explanations, decoding_explanations, restart_explanations
-from parity.search.divergence import (
-    ended_early,
-    scale_findings,
-    shared_factor,
-    where_the_error_is,
-    whole_scale_findings,
-)
+from parity.search.factors import scale_findings, shared_factor, whole_scale_findings
 from parity.search.failure import Budget, Failure, Tried, few_outputs, on_probes, outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
 from parity.search.in_full import Explanation, exceeds_norm_limit, is_far_off, verified
@@ -82,6 +76,7 @@ from parity.search.search import (
     partly_explained,
 )
 from parity.search.subject import has
+from parity.search.unexplained import ended_early, where_the_error_is
 from parity.shown import raised
 from parity.te.devices import classify
 from parity.trace.trace import Trace

@@ -25,7 +25,7 @@ from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
 from parity.result import Finding, Kind, TensorResult
-from parity.search.divergence import doubt_about, factor_of, readable, shared_factor
+from parity.search.factors import doubt_about, factor_of, readable, shared_factor
 from parity.search.failure import Budget, Failure, agrees, explains, few_outputs
 from parity.search.in_full import Explanation, is_far_off, verified
 from parity.search.reruns import run_changed

@@ -30,7 +30,7 @@ from parity.mistakes.replay import tensors_with
 from parity.numerics.errors import TINY
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.prepare import calls_of
-from parity.search.divergence import scaled_outputs
+from parity.search.factors import scaled_outputs
 from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little, while_it_lasts
 from parity.search.in_full import Explanation, exceeds_norm_limit, hardly_less, row_by_row, verified
 from parity.search.parts import in_parts

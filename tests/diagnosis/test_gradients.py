@@ -15,7 +15,7 @@ import parity
 from lab.corpus.catalogue import PORTS
 from lab.corpus.port import at_size
 from lab.corpus.small import normal
-from parity.search.divergence import readable
+from parity.search.factors import readable
 
 # Detached parts of the residual stream: outputs are right, but gradients lack what flows back through these parts.
 
