@@ -6,7 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -267,11 +267,15 @@ def with_stages(result: Result, prepared: Prepared, stages: Stages) -> Result:
 
 
 def observe_stages(request: Request, prepared: Prepared) -> Stages:
-    """Run the candidate twice: to see what it rounds and chooses, and to judge every stage of its pass.
+    """Run the candidate to judge every stage of its pass, and if one is off, again with what it rounds and chooses.
 
     Raises:
         Misfit: if the reference cannot be computed stage by stage.
     """
+    with suppress(Misfit):
+        stages = judge_stages(request, prepared)
+        if not stages.flagged:
+            return stages
     port = observe_port(request, prepared)
     return judge_stages(request, replace(prepared, made=port.choices), port.freedoms)
 
