@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from scipy.special import fdtri
 from torch import Tensor, nn
 
 from parity.numerics.aten import Phase
@@ -36,6 +37,7 @@ from parity.trace.calls import edited, is_in_place, mapped, tensors_in
 from parity.trace.trace import Call, Edit, Site, Value
 
 _LEAST = 0.4  # unit roundoffs; no stage is expected to be more precise, since its end is stored
+_CHANCE = 1e-6  # of the stages of right ports may be off by more than is allowed for
 _LEAST_IN_FP32 = 3e-6  # the same for a value that the candidate holds in FP32: sums of thousands of terms
 
 
@@ -80,6 +82,7 @@ class Judged:
         error: the relative L2 error of the candidate's value or gradient at its end.
         expected: the error that the precision costs there, by the rounding model.
         gain: the error's share along the value, in standard deviations of rounding.
+        by_chance: the ratio of error to expected error that roundings of so few numbers reach by chance.
         is_missing: whether the candidate has no gradient where the reference has one.
         exact: what the reference computes, ``[...]`` in FP64; None for a gradient.
     """
@@ -88,6 +91,7 @@ class Judged:
     error: float
     expected: float
     gain: float = 0.0
+    by_chance: float = 1.0
     is_missing: bool = False
     exact: Tensor | None = field(default=None, repr=False)
 
@@ -176,8 +180,17 @@ def _measure_error(stage: Stage, mine: Tensor, exact: Tensor, models: Sequence[T
     error = torch.linalg.vector_norm(mine - exact).item() / size
     expected = max(least, *(torch.linalg.vector_norm(x - exact).item() / size for x in models))
     share, *shares = (((x - exact) * exact).sum().item() / size**2 for x in (mine, *models))
-    deviation = max(expected / math.sqrt(_count_effective(exact)), max(shares) - min(shares))
-    return Judged(stage, error, expected, (share - statistics.mean(shares)) / deviation)
+    count = _count_effective(exact)
+    deviation = max(expected / math.sqrt(count), max(shares) - min(shares))
+    return Judged(stage, error, expected, (share - statistics.mean(shares)) / deviation, ratio_by_chance(count))
+
+
+def ratio_by_chance(count: float) -> float:
+    """Return the ratio of two rounding errors of as many independent numbers that one stage in a million exceeds.
+
+    The squares of both are sums of ``count`` squares, so that their ratio has an F distribution.
+    """
+    return math.sqrt(fdtri(count, count, 1.0 - _CHANCE))
 
 
 def _count_effective(x: Tensor) -> float:

@@ -26,7 +26,8 @@ from parity.te.devices import classify
 from parity.trace.calls import Misfit
 
 RATIO = 1.5
-"""A stage with a larger error than this many times the expected one is flagged."""
+"""A stage with a larger error than this many times the expected one is flagged, unless it has so few numbers that this
+happens by chance."""
 
 GAIN = 10.0
 """So is one whose error's share along the value is larger than this many standard deviations of rounding."""
@@ -62,7 +63,7 @@ class Stages:
 
 def is_flagged(one: Judged) -> bool:
     """Return whether a stage's error is larger than rounding explains."""
-    return one.is_missing or not one.ratio <= RATIO or not abs(one.gain) <= GAIN
+    return one.is_missing or not one.ratio <= max(RATIO, one.by_chance) or not abs(one.gain) <= GAIN
 
 
 def judge_stages(request: Request, prepared: Prepared, freedoms: Sequence[Freedom] = (FUSED, UNFUSED)) -> Stages:

@@ -509,6 +509,22 @@ def test_files_beside_the_tensors_are_copied_to_a_new_folder(convert, source, de
         assert f"\ncopied: {', '.join(copied)}\n" in told
 
 
+def test_a_model_in_shards_is_the_same_after_it_was_converted_there_and_back(convert):
+    tensors = {key: x.float() for key, x in checkpoint.read(Path("model")).items()} | {"norm": torch.zeros(16)}
+    sharded = Path("sharded")
+    sharded.mkdir()
+    names = {key: f"model-{i}.safetensors" for i, key in enumerate(tensors)}
+    for key, name in names.items():
+        save_file({key: tensors[key]}, sharded / name)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (sharded / "config.json").write_text("config")
+    for source, destination, to in (("sharded", "te", "te"), ("te", "back", "reference")):
+        assert "\ncopied: config.json\n" in convert(source, destination, "--shard-size", "1KB", "--to", to)
+        index = json.loads((Path(destination) / "model.safetensors.index.json").read_text())
+        assert all((Path(destination) / name).is_file() for name in index["weight_map"].values())
+    assert_same(checkpoint.read(Path("back")), tensors)
+
+
 def test_files_beside_a_file_that_is_in_no_model_s_folder_are_not_spoken_of(convert):
     told = convert("model", "te.safetensors")
     assert "copied" in told

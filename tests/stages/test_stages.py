@@ -21,6 +21,7 @@ from parity.judge.limits import packaged
 from parity.judge.request import Request
 from parity.mistakes.catalogue import hypotheses
 from parity.passes.prepare import prepare
+from parity.stages.judge import ratio_by_chance
 from parity.stages.layouts import layouts
 from parity.stages.locate import Stages, judge_stages
 from parity.stages.suspects import Suspicion
@@ -160,6 +161,15 @@ def test_a_wrong_value_is_laid_out_as_the_right_ones_are():
 def test_a_reference_that_trains_itself_is_a_misfit():
     with pytest.raises(Misfit, match="stage by stage"):
         stages_of(RIGHT["trained_linear"])
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 64, 1024])
+def test_rounding_errors_of_few_numbers_differ_by_chance_as_far_as_is_allowed_for(count: int):
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(20_000, count, generator=generator).norm(dim=1) for _ in range(2))
+    allowed = ratio_by_chance(count)
+    assert int((one / other > allowed).sum()) <= 1
+    assert allowed < 1.5 or count < 200
 
 
 @pytest.mark.parametrize(

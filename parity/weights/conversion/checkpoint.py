@@ -68,7 +68,9 @@ def files_beside(source: Path) -> list[Path]:
     """
     folder = source if source.is_dir() else source.parent
     is_model = folder is source or (folder / "config.json").is_file()
-    return [file for file in sorted(folder.iterdir()) if is_model and file.is_file() and file.suffix not in _WEIGHTS]
+    return [
+        file for file in sorted(folder.iterdir()) if is_model and file.is_file() and not file.name.endswith(_WEIGHTS)
+    ]
 
 
 def _find_file(path: Path) -> Path:
