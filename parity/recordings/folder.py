@@ -75,6 +75,7 @@ class RecordedPass:
         inner: those that another output is computed from, such as logits beside a loss.
         tensors: the shape of each tensor in the file.
         unreached: parameters to which no gradient came.
+        frozen: parameters that are not trained.
         notes: what was left out, and why.
         environment: versions and settings, see ``parity.recordings.environment``.
         unscaled: submodules whose delayed scaling had seen no gradient yet.
@@ -101,6 +102,7 @@ class RecordedPass:
     inner: tuple[str, ...]
     tensors: dict[str, tuple[int, ...]]
     unreached: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     unscaled: tuple[str, ...] = ()

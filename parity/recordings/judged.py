@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -99,11 +98,13 @@ def judge_pass(
             "own: a stage may be off by more than the expected error"
         )
     tensors, unreached = _read_candidate(stored, pair, notes)
+    is_judged_alone = all(kind == "output" for kind, _ in tensors)
     values = read_values(stored, pair.weights)
-    recorded = _RecordedInputs(stored, pair, at.dtype)
+    recorded = _RecordedInputs(stored)
+    frozen = _find_frozen(stored, pair)
     whole = dataclasses.replace(
         case,
-        factory=lambda te, **size: _with_recorded(case, te, size, weights, recorded, not _has_gradients(tensors)),
+        factory=lambda te, **size: _with_recorded(case.factory(te, **size), weights, frozen, recorded, is_judged_alone),
         vary_constants=False,
         probe=False,
         cotangents=_read_cotangents(stored, tensors),
@@ -158,15 +159,11 @@ def _list_recipes(recipes: Mapping[str, str]) -> str:
 
 
 def _with_recorded(
-    case: Case,
-    te: ModuleType,
-    size: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    recorded: _RecordedInputs,
-    evaluation: bool,
+    pair: Pair, weights: Mapping[str, Tensor], frozen: Collection[str], recorded: _RecordedInputs, evaluation: bool
 ) -> Pair:
-    pair = case.factory(te, **size)
     transfer.fill(pair.reference, weights)
+    for name in frozen:
+        pair.reference.get_parameter(name).requires_grad_(False)
     return dataclasses.replace(
         pair,
         inputs=lambda rng: recorded.tensors,
@@ -175,6 +172,12 @@ def _with_recorded(
         fill=True,
         evaluation=evaluation,
     )
+
+
+def _find_frozen(stored: StoredPass, pair: Pair) -> set[str]:
+    """Return the reference's parameters that are not trained, since none of those that hold them is."""
+    frozen = set(stored.index.frozen)
+    return {name for left, right in pair.weights.items() if set(names(right)) <= frozen for name in names(left)}
 
 
 def _read_weights(stored: StoredPass, pair: Pair) -> dict[str, Tensor]:
@@ -190,7 +193,7 @@ def _read_weights(stored: StoredPass, pair: Pair) -> dict[str, Tensor]:
         name = differing[0]
         raise UserError(
             f"{name} is {held[name]} in the recording and {own[name]} in the pair: give the pair a size that is the "
-            f"recorded model's, and name it with --size"
+            "recorded model's, and name it with --size"
         )
     shapes = transfer.parameter_shapes(pair.reference)
     return transfer.to_reference(pair.weights, {name: x.double() for name, x in stored.named("weight").items()}, shapes)
@@ -203,10 +206,9 @@ class _RecordedInputs:
         tensors: the inputs, by name.
     """
 
-    def __init__(self, stored: StoredPass, pair: Pair, dtype: torch.dtype) -> None:
+    def __init__(self, stored: StoredPass) -> None:
         self._arguments = stored.index.arguments
         self._given = stored.named("argument")
-        self._reference = pair.reference
         moving = set(stored.index.names("gradient of argument"))
         self.tensors = {
             f"argument_{name}": x for name, x in self._given.items() if name in moving or not x.is_floating_point()
@@ -258,20 +260,16 @@ def _read_candidate(stored: StoredPass, pair: Pair, notes: list[str]) -> tuple[T
         return tensors, ()
     own = stored.named("gradient of weight")
     missing = {name for name in stored.index.names("weight") if name not in own}
-    if not own or missing - set(stored.index.unreached):
+    if not own or missing - {*stored.index.unreached, *stored.index.frozen}:
         notes.append("gradients of parameters are not judged, since not all were recorded")
         return tensors, ()
     zeros = {name: torch.zeros(stored.index.tensors[f"weight {name}"]) for name in missing}
     shapes = transfer.parameter_shapes(pair.reference)
     moved = transfer.gradients_to_reference(pair.weights, own | zeros, shapes)
-    trained = {name for name, x in pair.reference.named_parameters() if x.requires_grad}
+    trained = {name for name, x in pair.reference.named_parameters() if x.requires_grad} - _find_frozen(stored, pair)
     tensors |= {("weight gradient", name): x for name, x in moved.items() if name in trained}
     tensors |= {("input gradient", f"argument_{name}"): x for name, x in stored.named("gradient of argument").items()}
     return tensors, stored.index.unreached
-
-
-def _has_gradients(tensors: Tensors) -> bool:
-    return any(kind != "output" for kind, _ in tensors)
 
 
 def _read_cotangents(stored: StoredPass, tensors: Tensors) -> dict[str, Tensor]:

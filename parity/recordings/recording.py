@@ -341,6 +341,7 @@ class Recorder:
             inner=one.inner,
             tensors={key: tuple(x.shape) for key, x in tensors.items()},
             unreached=tuple(sorted(trained - reached)) if reached else (),
+            frozen=tuple(sorted(one.weights.keys() - trained)),
             notes=tuple(one.notes),
             environment=self._environment,
             unscaled=tuple(one.unscaled),

@@ -90,6 +90,10 @@ class Graph:
         """Return whether a value depends on a weight or an input, unlike tables and masks."""
         return bool(self.lineage(value)) or value.number in self._from_input
 
+    def needs_gradient(self, value: Value, trained: Collection[str], has_inputs: bool) -> bool:
+        """Return whether a value depends on one of these parameters, or on an input if inputs get gradients."""
+        return bool(self.lineage(value) & self.bits(trained)) or (has_inputs and value.number in self._from_input)
+
     def is_above(self, first: Value, second: Value) -> bool:
         """Return whether the second value is computed from the first."""
         return bool(self.above[second.number] >> first.number & 1)

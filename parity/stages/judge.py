@@ -216,6 +216,8 @@ def _judge_backward(
     passes: _Passes, exact: _Forced, modelled: Sequence[_Forced], candidate: Tensors, rounding: Rounding
 ) -> Iterator[Judged]:
     graph, least = passes.graph, _least_of(rounding)
+    trained = {name for name, x in passes.prepared.reference.named_parameters() if x.requires_grad}
+    has_inputs = any(kind == "input gradient" for kind, _ in exact.leaf_gradients)
     # A gradient goes on through a match that is no cut.
     readers = _stages_that_read(graph, {number: passes.found[number] for number in passes.cuts})
     for number, gradient in exact.gradients.items():
@@ -228,6 +230,8 @@ def _judge_backward(
             continue
         stage = Stage(_site_of(graph, match.value), calls, (), match.evidence, match.watched.name, backward=True)
         mine = passes.gradient_of(match)
+        if mine is None and not graph.needs_gradient(match.value, trained, has_inputs):
+            continue
         if mine is None:
             yield Judged(stage, 1.0, least, is_missing=True)
         else:

@@ -102,6 +102,12 @@ class Wrapped(nn.Module):
         return self.module(x)
 
 
+def frozen(module: nn.Module, part: str) -> nn.Module:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(part not in name)
+    return module
+
+
 def torchs_checkpoint(layer: nn.Module, x: Tensor) -> Any:
     return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
@@ -123,6 +129,7 @@ def torchs_checkpoint(layer: nn.Module, x: Tensor) -> Any:
         ("bf16", ported, dict(pass_of=with_gradient)),
         ("bf16", ported, dict(pass_of=evaluated, count=1)),
         ("bf16", lambda: Wrapped(ported()), {}),
+        ("bf16", lambda: frozen(ported(), "attn"), {}),
         ("bf16", lambda: Checkpointed(ported(), torchs_checkpoint), {}),
         ("bf16", lambda: Checkpointed(ported(), KERNELS.te.checkpoint), dict(pass_of=with_gradient)),
     ],
