@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
 
-from parity import data_files, shown, te
-from parity.case import registry
-from parity.case.case import Case
-from parity.case.validate import CheckedSize, check_case
-from parity.plugin.options import check_precisions, parse_backend
+from parity import data_files, shown
+from parity.cli.stages import load_pair
+from parity.plugin.options import check_precisions
 from parity.recordings.differences import Bisection, Difference, bisect_passes
 from parity.recordings.environment import compare_environments, describe_environment
 from parity.recordings.folder import StoredPass, read
@@ -25,7 +22,6 @@ from parity.report.record import Item
 from parity.search.located import describe_end, describe_place
 from parity.stages.judge import Judged
 from parity.stages.locate import Stages, is_flagged
-from parity.te import Kernels
 from parity.user_error import UserError
 
 _MOST_TOLD = 8  # differences of outputs and gradients
@@ -58,7 +54,7 @@ def judge(
     if precision:
         check_precisions((precision,), "--precision")
     passes = _select_passes(folder, step, rank)
-    case, checked, kernels = _load_pair(reference, size, backend)
+    case, checked, kernels = load_pair(reference, size, backend)
     judged = [judge_pass(group, case, checked, kernels, precision, seconds) for group in group_ranks(passes)]
     for one in judged:
         print(shown.text("\n".join(_list_verdict(one))))
@@ -75,13 +71,6 @@ def _select_passes(folder: Path, step: int | None, rank: int | None) -> list[Sto
         steps = ", ".join(dict.fromkeys(str(one.index.step) for one in known))
         raise UserError(f"{folder} has no such pass: it holds steps {steps} of {plural(known[0].index.ranks, 'rank')}")
     return found
-
-
-def _load_pair(target: str, size: int, backend: str) -> tuple[Case, CheckedSize, Kernels]:
-    case = registry.only(target)
-    kernels = te.kernels(parse_backend(backend))
-    (checked,) = check_case(replace(case, sizes=(registry.size_of(case, size),)), kernels.te)
-    return case, checked, kernels
 
 
 def _list_verdict(one: JudgedPass) -> Iterator[str]:
@@ -129,17 +118,21 @@ def bisect(first: Path, second: Path, reference: str, size: int, backend: str) -
     known = {path: read(path) for path in (first, second)}
     pairs = list(_match_passes(known[first], known[second], first, second))
     _print_environments(pairs[0][0].index.environment, pairs[0][1].index.environment, first.name, second.name)
-    pair = _load_pair(reference, size, backend) if reference else None
+    pair = load_pair(reference, size, backend) if reference else None
+    groups = {path: group_ranks(passes) for path, passes in known.items()}
+    judged: dict[tuple[Path, int], JudgedPass] = {}  # each group once, however many ranks it has
     is_right = True
     for one, other in pairs:
         found = bisect_passes(one, other)
         print(shown.text("\n".join(_list_differences(one, found))))
         if pair is not None and not found.is_same:
             for path, stored in ((first, one), (second, other)):
-                group = next(group for group in group_ranks(known[path]) if stored in group)
-                judged = judge_pass(group, *pair)
-                print(shown.text("\n".join(_list_side(path.name, judged, found))))
-                is_right = is_right and judged.result.passed
+                number = next(number for number, group in enumerate(groups[path]) if stored in group)
+                if (path, number) not in judged:
+                    judged[path, number] = judge_pass(groups[path][number], *pair)
+                side = judged[path, number]
+                print(shown.text("\n".join(_list_side(path.name, side, found))))
+                is_right = is_right and side.result.passed
     return is_right
 
 

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from parity import shown, te
 from parity.case import registry
 from parity.case.case import Case
-from parity.case.validate import check_case
+from parity.case.validate import CheckedSize, check_case
 from parity.comparison import observe_stages
 from parity.judge.limits import packaged
 from parity.judge.request import Request
@@ -22,7 +22,7 @@ from parity.result import StageResult
 from parity.search.located import describe_place, results_of_stages
 from parity.stages.judge import Judged
 from parity.stages.locate import Stages, is_flagged
-from parity.te import PRECISIONS, Precision
+from parity.te import PRECISIONS, Kernels, Precision
 from parity.trace.calls import Misfit
 from parity.trace.whose import users_line
 from parity.user_error import UserError
@@ -45,17 +45,27 @@ def trace(target: str, size: int, seed: int, precision: str, backend: str, gradi
         UserError: if there is no such pair, size or precision, this machine cannot run it, or the pass cannot be judged
             stage by stage.
     """
-    stages = _judge_case(registry.only(target), size, seed, PRECISIONS[precision], backend)
+    stages = _judge_pair(target, size, seed, PRECISIONS[precision], backend)
     print(shown.text("\n".join(_list_lines(stages, gradients))))
     return not stages.flagged
 
 
-def _judge_case(case: Case, size: int, seed: int, precision: Precision, backend: str) -> Stages:
-    chosen = registry.size_of(case, size)
+def load_pair(target: str, size: int, backend: str) -> tuple[Case, CheckedSize, Kernels]:
+    """Return the pair that a command names, at one of its sizes, and TE's kernels.
+
+    Raises:
+        UserError: if there is no such pair, size or backend, or the pair does not fit together.
+    """
+    case = registry.only(target)
     kernels = te.kernels(parse_backend(backend))
+    (checked,) = check_case(replace(case, sizes=(registry.size_of(case, size),)), kernels.te)
+    return case, checked, kernels
+
+
+def _judge_pair(target: str, size: int, seed: int, precision: Precision, backend: str) -> Stages:
+    case, checked, kernels = load_pair(target, size, backend)
     if reason := te.why_refused(precision, kernels):
         raise UserError(f"-p {precision.name}: {reason}")
-    (checked,) = check_case(replace(case, sizes=(chosen,)), kernels.te)
     try:
         prepared = prepare(case, checked, precision.dtype, seed, kernels)
         request = Request(case, checked, precision, seed, kernels, packaged())

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parity.result import NO_CODE, Code, Finding
 
 _TITLES = {
@@ -177,6 +179,11 @@ NEEDS = {title: need for need, titles in _TITLES_BY_NEED.items() for title in ti
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))
 """Codes of the findings that do not name a cause."""
+
+
+def describe_rivals(named: Sequence[str]) -> str:
+    """Say that others explain a failure as well, as the end of a message; return an empty text if there are none."""
+    return f"; {' or '.join(named)} explains it equally well, so it is one of these" if named else ""
 
 
 def finding(title: str, message: str, sure: bool = True, repair: str = "", code: Code = NO_CODE) -> Finding:

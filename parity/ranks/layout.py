@@ -514,13 +514,15 @@ def marked(
     """
     parameters = dict(module.named_parameters())
     whole_names = _whole_names(list(parameters), list(shapes), made.ep, place["ep"])
-    gated = {f"{path}.{name}" if path else name for path, name in _find_gated_units(module)}
+    marks = tensor_parallel_marks(module)
     found: dict[str, Held] = {}
     for name, parameter in parameters.items():
         whole = renamed.get(name) or whole_names.get(name, "")
         if whole not in shapes:
             raise UserError(f"a rank's candidate has a parameter {name} that the candidate in one process lacks")
-        found[name] = Held(whole, _of_te(parameter, shapes[whole], made, 2 if name in gated else 1))
+        # A part that FSDP holds has the shape of the whole, too.
+        is_whole = tuple(parameter.shape) == shapes[whole] or made.tp == 1
+        found[name] = Held(whole, () if is_whole or name not in marks else (marks[name],))
     return found
 
 
@@ -556,13 +558,15 @@ def held_by(
     return found
 
 
-def _of_te(parameter: Tensor, whole: tuple[int, ...], made: Degrees, blocks: int) -> Split:
-    if tuple(parameter.shape) == whole:  # also a part that FSDP holds, which has the shape of the whole
-        return ()
-    dim = getattr(parameter, "partition_dim", None)
-    if not getattr(parameter, "tensor_model_parallel", False) or not isinstance(dim, int) or made.tp == 1:
-        return ()
-    return (Over("tp", dim, blocks if dim == 0 else 1),)
+def tensor_parallel_marks(module: nn.Module) -> dict[str, Over]:
+    """Return how tensor parallel ranks divide a module's parameters, by the names of those that TE marks."""
+    gated = {f"{path}.{name}" if path else name for path, name in _find_gated_units(module)}
+    found: dict[str, Over] = {}
+    for name, parameter in module.named_parameters():
+        dim = getattr(parameter, "partition_dim", None)
+        if getattr(parameter, "tensor_model_parallel", False) and isinstance(dim, int):
+            found[name] = Over("tp", dim, 2 if name in gated and dim == 0 else 1)
+    return found
 
 
 def _find_gated_units(module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ its arguments do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
@@ -90,15 +90,15 @@ def bisect_passes(first: StoredPass, second: StoredPass) -> Bisection:
     values = first.index.values
     with first.opened() as one, second.opened() as other:
 
-        def compare(kind: Kind, places: Iterator[int]) -> Difference | None:
+        def compare(kind: Kind, places: Iterable[int]) -> Difference | None:
             for place in places:
-                key = f"{kind} {place}"
-                found = _measure(kind, place, values[place], one(key), other(key))
+                key = key_of(kind, place)
+                found = _measure_difference(kind, place, values[place], one(key), other(key))
                 if found is not None:
                     return found
             return None
 
-        forward = compare("value", iter(range(len(values))))
+        forward = compare("value", range(len(values)))
         with_gradient = (place for place in reversed(range(len(values))) if values[place].has_gradient)
         backward = compare("gradient of value", with_gradient)
         later = [*_compare_named(first, one, other, "output"), *_compare_named(first, one, other, "gradient of weight")]
@@ -110,12 +110,12 @@ def _compare_named(
 ) -> Iterator[Difference]:
     for name in first.index.names(kind):
         key, value = key_of(kind, name), RecordedValue(name, "", (), False, (), (), False, False)
-        found = _measure(kind, -1, value, one(key), other(key))
+        found = _measure_difference(kind, -1, value, one(key), other(key))
         if found is not None:
             yield found
 
 
-def _measure(kind: Kind, place: int, value: RecordedValue, one: Tensor, other: Tensor) -> Difference | None:
+def _measure_difference(kind: Kind, place: int, value: RecordedValue, one: Tensor, other: Tensor) -> Difference | None:
     if torch.equal(one, other):
         return None
     apart = one.double() - other.double()

@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,17 @@ class RecordedPass:
     format: int = FORMAT
 
     @property
-    def is_modelled_roughly(self) -> bool:
-        """Whether single stages may be off by more than the rounding model expects of them.
-
-        ``torch.autocast`` rounds more often, delayed scaling takes its scales from steps that are not recorded, and
-        tensor parallel ranks add up partial sums, each of which is rounded.
-        """
-        return bool(self.autocast) or DELAYED in self.recipes.values() or self.tp > 1
+    def reasons_for_more_error(self) -> tuple[str, ...]:
+        """Why single stages may be off by more than the rounding model expects of them; usually there is no reason."""
+        reasons = {
+            "it ran under torch.autocast, which rounds more often than the model that it is judged by: a stage may be "
+            "off by twice the expected error": bool(self.autocast),
+            f"{self.tp} ranks add up partial sums, each of which is rounded: a stage that ends with such a sum may be "
+            "off by more than the expected error": self.tp > 1,
+            "delayed scaling takes its scales from steps that were not recorded, so each tensor is modelled with its "
+            "own: a stage may be off by more than the expected error": DELAYED in self.recipes.values(),
+        }
+        return tuple(reason for reason, applies in reasons.items() if applies)
 
     def names(self, kind: str) -> list[str]:
         """Return the names of the tensors of a kind."""
@@ -172,33 +177,30 @@ class StoredPass:
 
     def tensor(self, kind: str, name: object) -> Tensor:
         """Read a tensor."""
-        with self.opened() as read:
-            return read(key_of(kind, name))
+        with self.opened() as read_tensor:
+            return read_tensor(key_of(kind, name))
 
     def named(self, kind: str) -> dict[str, Tensor]:
         """Read all tensors of a kind, by name."""
         with self.opened() as read:
             return {name: read(key_of(kind, name)) for name in self.index.names(kind)}
 
-    def opened(self) -> _Opened:
-        """Return a context that yields a function that reads a tensor by its key."""
-        return _Opened(self.path)
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[str], Tensor]]:
+        """Yield a function that reads a tensor by its key."""
+        with _open_tensors(self.path) as file:
+            yield file.get_tensor
 
 
-class _Opened:
-    def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
+@contextmanager
+def _open_tensors(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
 
-        try:
-            self._file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged: {error}") from error
-
-    def __enter__(self) -> Any:
-        return self._file.__enter__().get_tensor
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def read(folder: Path) -> list[StoredPass]:
@@ -253,22 +255,17 @@ def _make_index(value: Any) -> RecordedPass:
             f"it has format {value['format']}, and this version of parity reads format {FORMAT}; judge it with the "
             "version that recorded it"
         )
-    return _schema().validate_python(value)
+    return _make_schema().validate_python(value)
 
 
 @functools.cache
-def _schema() -> TypeAdapter[RecordedPass]:
+def _make_schema() -> TypeAdapter[RecordedPass]:
     return TypeAdapter(RecordedPass)
 
 
 def _check_tensors(stored: StoredPass) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(stored.path, framework="pt") as file:
-            held = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise UserError(f"{stored.path} is damaged: {error}") from error
+    with _open_tensors(stored.path) as file:
+        held = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     if held != stored.index.tensors:
         differing = sorted(
             key for key in held.keys() | stored.index.tensors.keys() if held.get(key) != stored.index.tensors.get(key)
@@ -305,12 +302,10 @@ def _check_belong_together(folder: Path, found: Sequence[RecordedPass]) -> None:
 
 
 def _list_runs(found: Sequence[RecordedPass]) -> str:
-    return ", ".join(f"{run}: step {few_of(steps)}" for run, steps in _steps_by_run(found))
-
-
-def _steps_by_run(found: Sequence[RecordedPass]) -> Iterator[tuple[str, list[str]]]:
-    for run in dict.fromkeys(one.run for one in found):
-        yield run[:8], list(dict.fromkeys(str(one.step) for one in found if one.run == run))
+    steps: dict[str, dict[str, None]] = {}
+    for one in found:
+        steps.setdefault(one.run, {})[str(one.step)] = None
+    return ", ".join(f"{run[:8]}: step {few_of(list(some))}" for run, some in steps.items())
 
 
 # Arguments, as JSON.

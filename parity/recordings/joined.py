@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from parity.case.case import Pair
+from parity.case.transfer import parameter_shapes
 from parity.ranks.layout import Degrees, Over, places
 from parity.recordings.folder import RecordedPass, RecordedValue, StoredPass, key_of, unpacked
 from parity.shown import few_of
@@ -37,34 +39,29 @@ def group_ranks(passes: Sequence[StoredPass]) -> list[list[StoredPass]]:
     return list(groups.values())
 
 
+@dataclass(frozen=True)
 class JoinedPass(StoredPass):
-    """A pass that was put together; its tensors are in memory."""
+    """A pass that was put together; its tensors are in memory.
 
-    def __init__(self, index: RecordedPass, first: StoredPass, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(index, first.path)
-        object.__setattr__(self, "_tensors", tensors)
+    Attributes:
+        tensors: by their keys.
+    """
 
-    def opened(self) -> Any:
-        return _Held(self._tensors)  # type: ignore[attr-defined]
+    tensors: Mapping[str, Tensor]
 
-
-class _Held:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def __enter__(self) -> Callable[[str], Tensor]:
-        return self._tensors.__getitem__
-
-    def __exit__(self, *error: Any) -> None:
-        pass
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[str], Tensor]]:
+        yield self.tensors.__getitem__
 
 
-def join_ranks(group: Sequence[StoredPass], pair: Pair, kernels: Kernels, precision: Precision) -> StoredPass:
+def join_ranks(
+    group: Sequence[StoredPass], build: Callable[[], Pair], kernels: Kernels, precision: Precision
+) -> StoredPass:
     """Return a pass of tensor parallel ranks as one; a pass of one rank as it is.
 
     Args:
         group: the pass on each rank, in their order.
-        pair: the pair, whose TE module is whole.
+        build: returns the pair, whose TE module is whole.
         kernels: TE's kernels, for the call of that module.
         precision: the precision that was recorded.
 
@@ -76,28 +73,23 @@ def join_ranks(group: Sequence[StoredPass], pair: Pair, kernels: Kernels, precis
         return group[0]
     if len(group) != first.tp:
         raise UserError(f"{first} is of {first.tp} tensor parallel ranks, and {len(group)} of them are there")
-    made = Degrees(tp=first.tp)
-    shapes = {name: tuple(x.shape) for name, x in pair.candidate.named_parameters()}
+    made, pair = Degrees(tp=first.tp), build()
+    shapes = parameter_shapes(pair.candidate)
     rows = {name: _rows_of(shapes[name], split, made) for name, split in first.splits.items() if name in shapes}
     tensors: dict[str, Tensor] = {}
     for kind, join in (("weight", _join_parameter), ("argument", _join_argument)):
         for name in first.names(kind):
-            for key in (key_of(kind, name), key_of(f"gradient of {kind}", name)):
-                if key in first.tensors:
-                    tensors[key] = join(name, [_read(one, key) for one in group], first, shapes)
+            for what in (kind, f"gradient of {kind}"):
+                if group[0].has(what, name):
+                    parts = [one.tensor(what, name) for one in group]
+                    tensors[key_of(what, name)] = join(name, parts, first, shapes)
     whole = _call_whole(group[0], tensors, pair, kernels, precision)
     values = _join_values(group, whole, rows, tensors)
     _join_outputs(group, whole, tensors)
     index = dataclasses.replace(
         first, values=values, tensors={key: tuple(x.shape) for key, x in tensors.items()}, ranks=first.ranks // first.tp
     )
-    return JoinedPass(index, group[0], tensors)
-
-
-def _read(one: StoredPass, key: str) -> Tensor:
-    with one.opened() as read:
-        x: Tensor = read(key)
-        return x
+    return JoinedPass(index, group[0].path, tensors)
 
 
 # Arguments and parameters.
@@ -189,12 +181,12 @@ def _join_values(
         if any(place >= len(one.index.values) or one.index.values[place].name != value.name for one in group):
             break  # the ranks make other calls from here on
         columns = next((rows[name] for name in value.weights if rows.get(name)), None)
-        x = _join([one.tensor("value", place) for one in group], shape, columns)
+        x = _join_parts([one.tensor("value", place) for one in group], shape, columns)
         if x is None:
             continue
         gradient = None
         if all(one.has("gradient of value", place) for one in group):
-            gradient = _join([one.tensor("gradient of value", place) for one in group], shape, columns)
+            gradient = _join_parts([one.tensor("gradient of value", place) for one in group], shape, columns)
         numbers[place] = len(kept)
         parents = tuple(numbers[parent] for parent in value.parents if parent in numbers)
         tensors[key_of("value", len(kept))] = x
@@ -204,7 +196,7 @@ def _join_values(
     return tuple(kept)
 
 
-def _join(parts: Sequence[Tensor], whole: Shape | None, columns: Sequence[Tensor] | None = None) -> Tensor | None:
+def _join_parts(parts: Sequence[Tensor], whole: Shape | None, columns: Sequence[Tensor] | None = None) -> Tensor | None:
     """Return the whole of a value; None if it cannot be told how ranks divide it."""
     if all(torch.equal(parts[0], other) for other in parts[1:]) and whole in (None, tuple(parts[0].shape)):
         return parts[0]
@@ -229,7 +221,7 @@ def _join_outputs(
         for kind in ("output", "gradient of output"):
             if all(one.has(kind, name) for one in group):
                 parts = [one.tensor(kind, name) for one in group]
-                x = next((x for shape in (None, *shapes) if (x := _join(parts, shape)) is not None), None)
+                x = next((x for shape in (None, *shapes) if (x := _join_parts(parts, shape)) is not None), None)
                 if x is None:
                     raise UserError(
                         f"{group[0].index}: the ranks' parts of {few_of([name])} are {tuple(parts[0].shape)}, and no "
@@ -238,22 +230,7 @@ def _join_outputs(
                 tensors[key_of(kind, name)] = x
 
 
-def tensor_parallel_marks(module: nn.Module) -> tuple[int, bool, dict[str, tuple[int, int]]]:
-    """Return how TE's modules are divided.
-
-    Returns:
-        Over how many ranks, whether sequences are divided as well, and along which dimension in how many blocks each
-        parameter is.
-    """
+def count_tensor_parallel_ranks(module: nn.Module) -> tuple[int, bool]:
+    """Return over how many ranks TE's modules divide their parameters, and whether these divide sequences as well."""
     size = max((int(getattr(one, "tp_size", 1) or 1) for one in module.modules()), default=1)
-    of_sequences = any(getattr(one, "sequence_parallel", False) is True for one in module.modules())
-    found: dict[str, tuple[int, int]] = {}
-    for path, one in module.named_modules():
-        activation = getattr(one, "activation", None)
-        is_gated = isinstance(activation, str) and "glu" in activation
-        for name, parameter in one.named_parameters(recurse=False):
-            dim = getattr(parameter, "partition_dim", None)
-            if size > 1 and getattr(parameter, "tensor_model_parallel", False) and isinstance(dim, int):
-                blocks = 2 if is_gated and name.startswith("fc1") and dim == 0 else 1
-                found[f"{path}.{name}".removeprefix(".")] = dim, blocks
-    return size, of_sequences and size > 1, found
+    return size, size > 1 and any(getattr(one, "sequence_parallel", False) is True for one in module.modules())

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from parity.case import transfer
 from parity.case.case import Case, Pair
-from parity.case.validate import CheckedSize
+from parity.case.validate import CheckedSize, modules_without_memory
 from parity.case.weight_map import WeightMap, names
 from parity.comparison import explain_at, judge_at, with_stages
 from parity.judge.limits import packaged
 from parity.judge.request import CandidateRun, Request
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import prepare
-from parity.recordings.folder import DELAYED, StoredPass, Unrecorded, unpacked
+from parity.recordings.folder import DELAYED, StoredPass, Unrecorded, key_of, unpacked
 from parity.recordings.joined import join_ranks
 from parity.result import Result
 from parity.shown import few_of
@@ -73,38 +73,23 @@ def judge_pass(
         UserError: if the pair does not fit the recording.
     """
     at = PRECISIONS[precision or precision_of(group[0])]
-    pair = case.build(kernels.te, checked.size)
-    stored = join_ranks(group, pair, kernels, at)
+    stored = join_ranks(group, lambda: case.build(kernels.te, checked.size), kernels, at)
+    if DELAYED in stored.index.recipes.values() and stored.index.unscaled:
+        raise UserError(
+            f"{stored.index}: delayed scaling had no scale yet for gradients of {few_of(stored.index.unscaled)}; "
+            "record a later step, since gradients vanish in the first one"
+        )
+    pair = modules_without_memory(case, kernels.te, checked.size)
     weights = _read_weights(stored, pair)
-    notes = list(stored.index.notes)
-    if stored.index.autocast:
-        notes.append(
-            "it ran under torch.autocast, which rounds more often than the model that it is judged by: a stage may be "
-            "off by twice the expected error"
-        )
-    if stored.index.tp > 1:
-        notes.append(
-            f"{stored.index.tp} ranks add up partial sums, each of which is rounded: a stage that ends with such a sum "
-            "may be off by more than the expected error"
-        )
-    if DELAYED in stored.index.recipes.values():
-        if stored.index.unscaled:
-            raise UserError(
-                f"{stored.index}: delayed scaling had no scale yet for gradients of {few_of(stored.index.unscaled)}; "
-                "record a later step, since gradients vanish in the first one"
-            )
-        notes.append(
-            "delayed scaling takes its scales from steps that were not recorded, so each tensor is modelled with its "
-            "own: a stage may be off by more than the expected error"
-        )
+    notes = [*stored.index.notes, *stored.index.reasons_for_more_error]
     tensors, unreached = _read_candidate(stored, pair, notes)
-    is_judged_alone = all(kind == "output" for kind, _ in tensors)
+    is_forward_only = all(kind == "output" for kind, _ in tensors)
     values = read_values(stored, pair.weights)
     recorded = _RecordedInputs(stored)
     frozen = _find_frozen(stored, pair)
     whole = dataclasses.replace(
         case,
-        factory=lambda te, **size: _with_recorded(case.factory(te, **size), weights, frozen, recorded, is_judged_alone),
+        factory=lambda te, **size: _with_recorded(case.factory(te, **size), weights, frozen, recorded, is_forward_only),
         vary_constants=False,
         probe=False,
         cotangents=_read_cotangents(stored, tensors),
@@ -116,7 +101,7 @@ def judge_pass(
         prepared = prepare(whole, checked, at.dtype, 0, kernels)
         with suppress(Misfit):
             stages = judge_stages(Request(whole, checked, at, 0, kernels, packaged(), candidate_run=run), prepared)
-            result = result if stored.index.is_modelled_roughly else with_stages(result, prepared, stages)
+            result = result if stored.index.reasons_for_more_error else with_stages(result, prepared, stages)
     return JudgedPass(stored, at.name, result, stages, tuple(notes))
 
 
@@ -182,8 +167,8 @@ def _find_frozen(stored: StoredPass, pair: Pair) -> set[str]:
 
 def _read_weights(stored: StoredPass, pair: Pair) -> dict[str, Tensor]:
     """Return the reference's parameters, made of the recorded ones by the pair's map."""
-    own = {name: tuple(x.shape) for name, x in pair.candidate.named_parameters()}
-    held = {name: stored.index.tensors[f"weight {name}"] for name in stored.index.names("weight")}
+    own = transfer.parameter_shapes(pair.candidate)
+    held = {name: stored.index.tensors[key_of("weight", name)] for name in stored.index.names("weight")}
     if own.keys() != held.keys():
         only = {"the pair": sorted(own.keys() - held.keys()), "the recording": sorted(held.keys() - own.keys())}
         told = "; ".join(f"only {where} has {few_of(some)}" for where, some in only.items() if some)
@@ -263,7 +248,7 @@ def _read_candidate(stored: StoredPass, pair: Pair, notes: list[str]) -> tuple[T
     if not own or missing - {*stored.index.unreached, *stored.index.frozen}:
         notes.append("gradients of parameters are not judged, since not all were recorded")
         return tensors, ()
-    zeros = {name: torch.zeros(stored.index.tensors[f"weight {name}"]) for name in missing}
+    zeros = {name: torch.zeros(stored.index.tensors[key_of("weight", name)]) for name in missing}
     shapes = transfer.parameter_shapes(pair.reference)
     moved = transfer.gradients_to_reference(pair.weights, own | zeros, shapes)
     trained = {name for name, x in pair.reference.named_parameters() if x.requires_grad} - _find_frozen(stored, pair)
@@ -293,13 +278,13 @@ def read_values(stored: StoredPass, weights: WeightMap) -> list[Watched]:
                 Watched(
                     place,
                     one.name,
-                    read(f"value {place}"),
+                    read(key_of("value", place)),
                     frozenset(other for name in one.lineage for other in theirs.get(name, ())),
                     one.from_input,
                     tuple(found[parent] for parent in one.parents),
                     one.weights,
                     one.is_result,
-                    read(f"gradient of value {place}") if one.has_gradient else None,
+                    read(key_of("gradient of value", place)) if one.has_gradient else None,
                     one.module,
                 )
             )

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from parity.machine.devices import in_words
 from parity.passes.one_pass import named_outputs
+from parity.ranks.layout import tensor_parallel_marks
 from parity.recordings import folder as stored
 from parity.recordings.environment import describe_environment
 from parity.recordings.folder import DELAYED, RecordedPass, RecordedValue, key_of
-from parity.recordings.joined import tensor_parallel_marks
+from parity.recordings.joined import count_tensor_parallel_ranks
 from parity.stages.watch import Watch, Watched
 from parity.te.state import dequantized_tensor, state_manager
 from parity.trace.whose import is_of_te
@@ -102,6 +103,7 @@ class _Running:
     Attributes:
         number: which of the step's passes it is.
         root: the model.
+        prefix: what a wrapper adds to its names.
         watch: watches the forward pass.
         weights: the model's parameters before the pass, by name.
         arguments: what it was called with, as JSON.
@@ -120,6 +122,7 @@ class _Running:
 
     number: int
     root: nn.Module
+    prefix: str
     watch: Watch
     weights: dict[str, Tensor]
     autocast: str
@@ -261,10 +264,9 @@ class Recorder:
         }
         device = next(root.parameters()).device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        watch = Watch(
-            {name: (own,) for name, own in names.items()}, partial(_matches, _prefix_of(root), self._patterns)
-        )
-        one = _Running(self._count, root, watch, weights, autocast.removeprefix("torch."), root.training)
+        keeps = cache(partial(_is_inside, self._patterns, prefix))
+        watch = Watch({name: (own,) for name, own in names.items()}, keeps)
+        one = _Running(self._count, root, prefix, watch, weights, autocast.removeprefix("torch."), root.training)
         one.paths = {id(part): path.removeprefix(prefix) for path, part in root.named_modules()}
         for name, x in root.named_parameters():
             if x.requires_grad and x.is_leaf and torch.is_grad_enabled() and not hasattr(x, "main_grad"):
@@ -317,8 +319,9 @@ class Recorder:
             **{key: x.to("cpu") for key, x in one.gradients.items()},
         }
         values = self._add_values(one, tensors)
-        prefix, (tp, sequence_parallel, splits) = _prefix_of(one.root), tensor_parallel_marks(one.root)
-        trained = {name.removeprefix(prefix) for name, x in one.root.named_parameters() if x.requires_grad}
+        tp, sequence_parallel = count_tensor_parallel_ranks(one.root)
+        marks = tensor_parallel_marks(one.root) if tp > 1 else {}
+        trained = {name.removeprefix(one.prefix) for name, x in one.root.named_parameters() if x.requires_grad}
         reached = {name for name in trained if key_of("gradient of weight", name) in tensors}
         if trained and not reached and any(key.startswith("gradient of output") for key in tensors):
             one.notes.append(
@@ -347,7 +350,7 @@ class Recorder:
             unscaled=tuple(one.unscaled),
             tp=tp,
             sequence_parallel=sequence_parallel,
-            splits={name.removeprefix(prefix): split for name, split in splits.items()},
+            splits={name.removeprefix(one.prefix): (over.dim, over.blocks) for name, over in marks.items()},
         )
         self.written.append(index.stem)
         self._writer.put(index, tensors)
@@ -364,7 +367,7 @@ class Recorder:
                 left = len(one.watch.seen) - len(values)
                 one.notes.append(f"{left} values are left out, since a pass may take {in_words(self._max_bytes)}")
                 break
-            values.append(_describe_value(seen, _prefix_of(one.root)))
+            values.append(_describe_value(seen, one.prefix))
             tensors.update((key, x.to("cpu")) for key, x in known.items())
         return tuple(values)
 
@@ -393,7 +396,7 @@ def _find_inner_outputs(outputs: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(sorted(inner))
 
 
-def _matches(prefix: str, patterns: Sequence[str], path: str) -> bool:
+def _is_inside(patterns: Sequence[str], prefix: str, path: str) -> bool:
     """Return whether a submodule, or one that it is in, has a path of these patterns."""
     parts = path.removeprefix(prefix).split(".")
     inside = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

@@ -20,7 +20,7 @@ from parity.judge.statistics import Component, has_component
 from parity.mistakes.alternatives import unusual
 from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
 from parity.mistakes.catalogue import hypotheses
-from parity.mistakes.codes import CODES, NEEDS, UNEXPLAINED, finding
+from parity.mistakes.codes import CODES, NEEDS, UNEXPLAINED, describe_rivals, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import unused_parameters
 from parity.mistakes.replay import Passes, outputs_with
@@ -676,13 +676,13 @@ def _or_alike(explanation: Explanation, explained: Sequence[Explanation]) -> str
         if other.hypotheses[0].name != one.name and other.hypotheses[0].place == one.place
         if not math.isclose(other.misfit, explanation.misfit)  # what computes the same is the same mistake
     ]
-    return f"; {' or '.join(alike)} explains it equally well, so it is one of these" if alike else ""
+    return describe_rivals(alike)
 
 
 def _or_else(rivals: Sequence[tuple[Hypothesis, ...]]) -> str:
     """Say which other mistakes explain as much; return an empty text if none does."""
     titles = [" with ".join(f"{CODES[one.title]} {one.title}" for one in rival) for rival in rivals]
-    return f"; {' or '.join(titles)} explains it equally well, so it is one of these" if titles else ""
+    return describe_rivals(titles)
 
 
 def _as_if(one: Hypothesis) -> str:

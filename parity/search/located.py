@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from parity.mistakes.catalogue import hypotheses
-from parity.mistakes.codes import CODES, finding, repairable
+from parity.mistakes.codes import CODES, describe_rivals, finding, repairable
 from parity.mistakes.hypothesis import Hypothesis, Scope
 from parity.passes.prepare import Prepared
 from parity.result import Finding, StageResult
@@ -74,16 +74,16 @@ def locate(failure: Failure) -> Iterator[Located]:
         stages = judge_stages(failure.request, prepared, failure.freedoms)
     except Misfit:
         return
-    yield _located(prepared, stages)
+    yield _make_located(prepared, stages)
 
 
-def _located(prepared: Prepared, stages: Stages) -> Located:
+def _make_located(prepared: Prepared, stages: Stages) -> Located:
     return Located(stages, Suspicion(prepared, stages, prepared.clock.is_over), prepared)
 
 
 def findings_of_stages(prepared: Prepared, stages: Stages) -> tuple[Finding, ...]:
     """Return the findings on a port that is right at its end and wrong at some stage: mistakes, then the place."""
-    located = _located(prepared, stages)
+    located = _make_located(prepared, stages)
     suspects = located.suspicion.explanations(located.likely)
     every = [one for one in suspects if one.explained == located.suspicion.flagged]
     # A mistake that is made everywhere comes before the same at one place, and a single call comes last.
@@ -122,10 +122,9 @@ def _measure_whole_error(stages: Stages, one: Judged) -> float:
 def _tell_suspect(one: Suspect, kinds: Mapping[str, Sequence[Suspect]]) -> Finding:
     mistake = one.mistake
     others = [f"{CODES[title]} {title}" for title in kinds if title != mistake.title]
-    doubt = f"; {' or '.join(others)} explains it equally well, so it is one of these" if others else ""
     message = (
         f"each stage is within {one.misfit:.2g} times the expected error, computed from the candidate's own values, if "
-        f"you {mistake.repair}{doubt}"
+        f"you {mistake.repair}{describe_rivals(others)}"
     )
     return finding(mistake.title, message, sure=not others, repair=mistake.repair, code=mistake.code)
 

@@ -108,7 +108,7 @@ class Suspicion:
         self._anchors = [match.value for match in stages.found.values() if match.evidence in ("weights", "output")]
         self._regions: dict[int, list[_Region]] = {}
         self._up_to: dict[int, _Region] = {}
-        self._unchanged: dict[int, float] = {}
+        self._unchanged: dict[_Region, float] = {}
         self.flagged = frozenset(one.stage.end for one in self._forward if is_flagged(one))
 
     def explanations(self, known: Iterable[Hypothesis]) -> list[Suspect]:
@@ -328,8 +328,8 @@ class Suspicion:
     def _ratio_under(self, region: _Region, mistake: Hypothesis | None) -> float:
         """Return the error that a mistake leaves at the end of a region, over the expected one; infinite for none."""
         end = region.end.number
-        if mistake is None and end in self._unchanged:
-            return self._unchanged[end]
+        if mistake is None and region in self._unchanged:
+            return self._unchanged[region]
         given = {other: x for other, x in self._begins.items() if other != end and other not in region.inner}
         parameters = {} if mistake is None else self._changed_parameters(mistake)
         given |= {self._parameters[name]: x for name, x in parameters.items()}
@@ -339,7 +339,7 @@ class Suspicion:
         self._clock.advance(calls / max(len(self._graph.trace.calls), 1))
         ratio = self._measure_misfit(region.end, given, () if mistake is None else mistake.edits) / max(expected, TINY)
         if mistake is None:
-            self._unchanged[end] = ratio
+            self._unchanged[region] = ratio
         return ratio
 
     def _edit_given(self, given: dict[int, Tensor], edits: Sequence[Edit], end: Value) -> dict[int, Tensor]:

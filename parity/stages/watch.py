@@ -146,7 +146,7 @@ class Watch(TorchFunctionMode):
         """Note that a module is called."""
         if id(module) in self._paths:
             path = self._paths[id(module)]
-            if self._keeps(path) and not self._keeps(self._module):
+            if self._keeps(path) and not self._keeps(self._running_path):
                 with torch._C.DisableTorchFunction():
                     self._note_begin(path, tensors_in(args))
             self._running.append(path)
@@ -164,7 +164,7 @@ class Watch(TorchFunctionMode):
             self._running.pop()
 
     @property
-    def _module(self) -> str:
+    def _running_path(self) -> str:
         """The path of the submodule that is running."""
         return self._running[-1] if self._running else ""
 
@@ -202,9 +202,9 @@ class Watch(TorchFunctionMode):
                 self._known[id(x)].is_result = True
                 continue
             self._lineages[id(x)] = lineage, from_input
-            if _is_compared(x) and self._keeps(self._module):
+            if _is_compared(x) and self._keeps(self._running_path):
                 made = name, x.detach().clone(), lineage, from_input, parents, weights, is_result
-                self._note_value(x, Watched(len(self.seen), *made, module=self._module))
+                self._note_value(x, Watched(len(self.seen), *made, module=self._running_path))
 
     def _note_value(self, x: Tensor, one: Watched) -> None:
         self.seen.append(one)

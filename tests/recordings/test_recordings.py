@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ def ported(mistake: str = "", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return pairs.port(KERNELS.te, mistake).to(dtype)
 
 
+def autocast(recipe: str) -> AbstractContextManager[Any]:
+    if not recipe:
+        return nullcontext()
+    import transformer_engine.common.recipe as recipes
+
+    return KERNELS.te.autocast(enabled=True, recipe=getattr(recipes, recipe)())
+
+
 def train(
     path: Path,
     module: nn.Module,
@@ -46,25 +54,20 @@ def train(
     **options: Any,
 ) -> list[StoredPass]:
     """Train a model for some steps, record what is asked for, and return the recording."""
-    import transformer_engine.common.recipe as recipes
-
-    context = nullcontext
-    if recipe:
-        context = lambda: KERNELS.te.autocast(enabled=True, recipe=getattr(recipes, recipe)())  # noqa: E731
     made = optimizer(module.parameters(), lr=0.01)
     with parity.recording(path, **{"steps": [count - 1], **options}):
         for _ in range(count):
             for _ in range(micro_batches):
-                with context():
+                with autocast(recipe):
                     pass_of(module, torch.randn(4, 16, pairs.WIDTH, dtype=next(module.parameters()).dtype))
             made.step()
             made.zero_grad()
     return folder.read(path)
 
 
-def judge(stored: StoredPass, size: int = 0) -> JudgedPass:
-    case = registry.only(TARGET)
-    return judge_pass([stored], case, check_case(case, KERNELS.te)[size], KERNELS)
+def judge(*group: StoredPass, pair: str = "model", size: int = 0) -> JudgedPass:
+    case = registry.only(f"{FILE}::{pair}")
+    return judge_pass(group, case, check_case(case, KERNELS.te)[size], KERNELS)
 
 
 def is_right(one: JudgedPass) -> bool:
@@ -147,8 +150,7 @@ def test_what_a_loss_is_computed_from_is_judged_beside_it(mistake: str, tmp_path
     module = pairs.Scored(list(ported(mistake).layers))
     (stored,) = train(tmp_path, module, pass_of=lambda module, x: module(x)["loss"].backward())
     assert stored.index.inner == ("output[prediction]",)
-    case = registry.only(f"{FILE}::scored")
-    found = judge_pass([stored], case, *check_case(case, KERNELS.te), KERNELS)
+    found = judge(stored, pair="scored")
     assert is_right(found) == (not mistake), found.result
     assert [one.title for one in found.result.findings[:1]] == [mistake] * bool(mistake)
 
@@ -245,7 +247,6 @@ def test_each_data_parallel_rank_records_its_own_batch(tmp_path: Path):
 
 def train_divided(path: str, mistake: str, sequence_parallel: bool, recipe: str) -> None:
     """Train layers whose weights two ranks divide, from the same weights as one process has."""
-    import transformer_engine.common.recipe as recipes
     from torch import distributed
 
     from parity.ranks.layout import Degrees, held_by, part
@@ -259,12 +260,9 @@ def train_divided(path: str, mistake: str, sequence_parallel: bool, recipe: str)
     with torch.no_grad():
         for name, held in held_by(module, shapes, {}, made, made.place(rank)).items():
             module.get_parameter(name).copy_(part(whole[held.whole], held.split, made, made.place(rank)))
-    context = nullcontext
-    if recipe:
-        context = lambda: KERNELS.te.autocast(enabled=True, recipe=getattr(recipes, recipe)())  # noqa: E731
     torch.manual_seed(0)
     x = torch.randn(16, 4, pairs.WIDTH, dtype=torch.bfloat16)
-    with parity.recording(path), context():
+    with parity.recording(path), autocast(recipe):
         own = x.chunk(2)[rank] if sequence_parallel else x
         module(own).float().square().mean().backward()
 
@@ -279,13 +277,12 @@ def test_what_tensor_parallel_ranks_recorded_is_put_together(
     launch(train_divided, 2, [str(tmp_path), mistake, sequence_parallel, recipe], timeout=300.0)
     passes = folder.read(tmp_path)
     assert [one.index.tp for one in passes] == [2, 2]
-    case = registry.only(f"{FILE}::divided")
-    found = judge_pass(passes, case, *check_case(case, KERNELS.te), KERNELS)
+    found = judge(*passes, pair="divided")
     assert is_right(found) == (not mistake), found.result
     assert found.stages is not None
     assert sum(one.stage.evidence == "weights" for one in found.stages.all) > 8
     with pytest.raises(parity.UserError, match="is of 2 tensor parallel ranks, and 1 of them are there"):
-        judge_pass(passes[:1], case, *check_case(case, KERNELS.te), KERNELS)
+        judge(*passes[:1], pair="divided")
 
 
 # What may be wrong with a recording.
