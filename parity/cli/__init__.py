@@ -220,6 +220,22 @@ def environment(
 
 @add_command(
     app,
+    "parity port path/to/model > my_port.py",
+    "parity port qwen3 --no-run > my_port.py",
+)
+def port(
+    source: Annotated[str, typer.Argument(help="A model's folder, its config.json, or a type such as qwen3.")],
+    run: Annotated[bool, typer.Option(help="Compare the port with the model, in a small size.")] = True,
+    diagnosis: Annotated[float, typer.Option(help="Seconds for the search for a cause, 0 for no limit.")] = 30.0,
+) -> None:
+    """Write a port of a Hugging Face model to TE, and run it. The exit code is 1 if it is not right yet."""
+    from parity.cli import ports
+
+    raise typer.Exit(0 if ports.port(source, run, diagnosis) else 1)
+
+
+@add_command(
+    app,
     "parity suggest-map my_pairs.py::mlp",
     "parity suggest-map my_pairs.py::mlp --afresh --max-runs 1000",
     "parity suggest-map my_pairs.py::mlp --ranks tp=2",

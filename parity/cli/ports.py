@@ -1,0 +1,76 @@
+"""Write a port of a Hugging Face model, and run it."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from parity import shown
+from parity.api import compare
+from parity.case import registry
+from parity.ports.reading import load_config
+from parity.ports.writing import write
+from parity.report.failure import causes_and_figures
+from parity.report.numbers import short
+from parity.report.record import Item
+from parity.result import Result
+
+_PRECISIONS = ("fp32", "bf16")
+
+
+def port(source: str, runs: bool, seconds: float) -> bool:
+    """Print a port to stdout, and what is to be known of it to stderr; return whether it was right, or did not run.
+
+    Args:
+        source: a folder with a ``config.json``, such a file, or the type of a model.
+        runs: whether to compare the port's pairs in their small sizes.
+        seconds: real time for each search for a cause.
+
+    Raises:
+        UserError: if no port can be written.
+    """
+    config = load_config(source)
+    text, form = write(config)
+    print(text, end="")
+    for title, told in (("TE differs", form.gaps), ("not known of the model", form.unknown)):
+        for one in told:
+            _tell(f"{title}: {one}")
+    results = run_port(text, form.kind, _PRECISIONS, seconds) if runs else []
+    for result in results:
+        _tell_result(result)
+    return all(result.passed for result in results)
+
+
+def run_port(text: str, kind: str, precisions: Sequence[str], seconds: float) -> list[Result]:
+    """Return the results of a port's pairs, each in its small size.
+
+    Args:
+        text: the port, as Python.
+        kind: the type of the model, which its pairs are named after.
+        precisions: as of ``parity.compare``.
+        seconds: real time for each search for a cause.
+    """
+    declared = registry.cases()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{kind}_port.py")
+        file.write_text(text, encoding="utf-8")
+        try:
+            cases = registry.load_file(file)
+            return [result for case in cases for result in compare(case, precisions, diagnosis_seconds=seconds)]
+        finally:
+            registry.restore(declared)
+
+
+def _tell_result(result: Result) -> None:
+    mark = "✓" if result.passed else "✗"
+    margin = f", margin {short(result.margin)}" if result.status in ("passed", "failed") else ""
+    _tell(f"{mark} {result.item}: {result.status}{margin}")
+    if not result.passed:
+        for line in causes_and_figures(Item((result,))):
+            _tell(f"  {line}")
+
+
+def _tell(line: str) -> None:
+    print(shown.text(line), file=sys.stderr)

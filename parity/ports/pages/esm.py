@@ -1,0 +1,10 @@
+"""ESM-2: queries are scaled before they are rotated, so the scale that its attention passes on is 1."""
+
+from __future__ import annotations
+
+from parity.ports.form import Form
+from parity.ports.reading import Config
+
+
+def adapt(form: Form, config: Config) -> None:
+    form.attention.scale = ""
