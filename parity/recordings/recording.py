@@ -105,7 +105,8 @@ class _Running:
         root: the model.
         prefix: what a wrapper adds to its names.
         watch: watches the forward pass.
-        weights: the model's parameters before the pass, by name.
+        parameters: how many the model has.
+        weights: these before the pass, by name, as far as they were whole.
         arguments: what it was called with, as JSON.
         given: the tensors among these, by name.
         outputs: its outputs, by name.
@@ -124,9 +125,10 @@ class _Running:
     root: nn.Module
     prefix: str
     watch: Watch
-    weights: dict[str, Tensor]
+    parameters: int
     autocast: str
     is_training: bool
+    weights: dict[str, Tensor] = field(default_factory=dict)
     arguments: Any = None
     given: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -142,6 +144,28 @@ class _Running:
         """Keep a gradient, or add it to another one of the same tensor."""
         own = gradient.detach().clone()
         self.gradients[key] = self.gradients[key] + own if key in self.gradients else own
+
+    def keep_parameters(self) -> None:
+        """Keep those that are whole now: FSDP gathers a parameter only while a module of its group runs."""
+        for path, x in self.root.named_parameters():
+            name = path.removeprefix(self.prefix)
+            if name in self.weights or hasattr(x, "full_tensor"):
+                continue
+            # A parameter may be quantized, and the optimizer will change it.
+            self.weights[name] = dequantized_tensor(x.detach()).to("cpu", copy=True)
+            if x.requires_grad and x.is_leaf:
+                overwrites = getattr(x, "overwrite_main_grad", False)
+                before = x.main_grad.clone() if hasattr(x, "main_grad") and not overwrites else 0.0
+                keep = partial(self._keep_weight_gradient, key_of("gradient of weight", name), x, before)
+                self.hooks.callback(x.register_hook(keep).remove)
+
+    def _keep_weight_gradient(self, key: str, parameter: Any, before: Any, gradient: Tensor | None) -> None:
+        """Keep the gradient of a parameter, or what TE has just added to its ``main_grad`` in its place."""
+        is_added = gradient is None or getattr(parameter, "grad_added_to_main_grad", False)
+        if is_added and hasattr(parameter, "main_grad"):
+            self.gradients[key] = parameter.main_grad - before
+        elif gradient is not None:
+            self.keep_gradient(key, gradient)
 
 
 class Recorder:
@@ -210,7 +234,7 @@ class Recorder:
         self._depth += 1
         if self._current is not None:
             self._current.watch.enter_module(module, args)
-            if is_of_te(type(module)):
+            if any(map(is_of_te, type(module).__mro__)):  # FSDP derives a class from a module's
                 self._note_recipe(self._current, module)
         elif self.step in self._steps and self._is_root(module):
             for one in self._waiting:  # the next pass's gradients are not to be added
@@ -232,6 +256,8 @@ class Recorder:
         if self._current is None:
             return
         self._current.watch.leave_module(module, args, returned)
+        if len(self._current.weights) < self._current.parameters:
+            self._current.keep_parameters()
         if module is self._current.root:
             one, self._current = self._current, None
             self._watching.close()
@@ -251,27 +277,14 @@ class Recorder:
 
     def _begin_pass(self, root: nn.Module) -> None:
         prefix = _prefix_of(root)
-        names = {name: name.removeprefix(prefix) for name, _ in root.named_parameters()}
-        sharded = next((name for name, x in root.named_parameters() if hasattr(x, "full_tensor")), None)
-        if sharded is not None:
-            raise UserError(
-                f"{sharded} is divided by FSDP, which parity.recording cannot gather: record a training whose ranks "
-                "hold whole parameters, or their tensor parallel parts"
-            )
-        # A parameter may be quantized, and the optimizer will change it.
-        weights = {
-            names[name]: dequantized_tensor(x.detach()).to("cpu", copy=True) for name, x in root.named_parameters()
-        }
+        theirs = {path: (path.removeprefix(prefix),) for path, _ in root.named_parameters()}
         device = next(root.parameters()).device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         keeps = cache(partial(_is_inside, self._patterns, prefix))
-        watch = Watch({name: (own,) for name, own in names.items()}, keeps)
-        one = _Running(self._count, root, prefix, watch, weights, autocast.removeprefix("torch."), root.training)
+        watch = Watch(theirs, keeps)
+        one = _Running(self._count, root, prefix, watch, len(theirs), autocast.removeprefix("torch."), root.training)
         one.paths = {id(part): path.removeprefix(prefix) for path, part in root.named_modules()}
-        for name, x in root.named_parameters():
-            if x.requires_grad and x.is_leaf and torch.is_grad_enabled() and not hasattr(x, "main_grad"):
-                keep = partial(one.keep_gradient, key_of("gradient of weight", names[name]))
-                one.hooks.callback(x.register_hook(keep).remove)
+        one.keep_parameters()
         self._current = one
         # Hooks that came and went with each pass would change PyTorch's list of hooks while it goes through it.
         self._watching.enter_context(watch.following(root))
@@ -324,9 +337,7 @@ class Recorder:
         trained = {name.removeprefix(one.prefix) for name, x in one.root.named_parameters() if x.requires_grad}
         reached = {name for name in trained if key_of("gradient of weight", name) in tensors}
         if trained and not reached and any(key.startswith("gradient of output") for key in tensors):
-            one.notes.append(
-                "no gradient of a parameter was recorded: they are added to main_grad, or came after another pass began"
-            )
+            one.notes.append("no gradient of a parameter was recorded: they came after another pass began")
         index = RecordedPass(
             run=self._run,
             rank=self._rank,
@@ -334,7 +345,7 @@ class Recorder:
             step=self.step,
             number=one.number,
             root=type(one.root).__name__,
-            dtypes=dict(Counter(str(x.dtype).removeprefix("torch.") for x in one.root.parameters())),
+            dtypes=dict(Counter(str(x.dtype).removeprefix("torch.") for x in one.weights.values())),
             autocast=one.autocast,
             recipes=one.recipes,
             is_training=one.is_training,

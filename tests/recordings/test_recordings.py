@@ -245,6 +245,59 @@ def test_each_data_parallel_rank_records_its_own_batch(tmp_path: Path):
         folder.read(tmp_path)
 
 
+def train_sharded(path: str, by: str) -> None:
+    """Train with FSDP2, which gathers the parameters of each layer, or of each of TE's modules, while it runs."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    module = ported(dtype=torch.float32)
+    options = dict(mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    parts = module.layers if by == "layer" else [x for x in module.modules() if x._parameters]
+    for part in (*parts, module):
+        fully_shard(part, **options)
+    torch.manual_seed(distributed.get_rank())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    with parity.recording(path, steps=[1]):
+        for _ in range(2):
+            with autocast("Float8CurrentScaling" if by == "module" else ""):
+                x = module(torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16))
+            x.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("by", ["layer", "module"])
+def test_each_rank_of_fsdp_records_whole_parameters_and_its_own_gradients(by: str, tmp_path: Path):
+    launch(train_sharded, 2, [str(tmp_path), by], timeout=300.0)
+    found = [judge(one) for one in folder.read(tmp_path)]
+    assert [one.precision for one in found] == ["bf16" if by == "layer" else "fp8_current"] * 2
+    assert all(is_right(one) for one in found), [one.result for one in found]
+    assert all(sum(stage.stage.evidence == "weights" for stage in one.stages.all) > 8 for one in found if one.stages)
+
+
+def average(parameter: Any) -> None:
+    """Do what a wrapper does that averages gradients over ranks as they come."""
+    parameter.main_grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("recipe", ["", "Float8CurrentScaling"])
+def test_what_te_adds_to_main_grad_is_judged_and_not_what_a_wrapper_makes_of_it(recipe: str, tmp_path: Path):
+    module = ported()
+    for part in module.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = True
+            part.weight.main_grad = torch.ones(part.weight.shape)  # an earlier micro-batch's
+            part.weight.grad_added_to_main_grad = False  # as Megatron has it; TE then returns a tensor of anything
+            part.weight.register_post_accumulate_grad_hook(average)
+    del module.layers[0].up.weight.grad_added_to_main_grad  # otherwise it returns no gradient
+    stored = train(tmp_path, module, recipe=recipe, micro_batches=2, passes=2, count=1)
+    assert all(not one.index.unreached for one in stored)
+    assert all(one.tensor("gradient of weight", "layers.0.up.weight").dtype == torch.float32 for one in stored)
+    found = [judge(one) for one in stored]
+    assert all(is_right(one) and not one.notes for one in found), [one.result for one in found]
+
+
 def train_divided(path: str, mistake: str, sequence_parallel: bool, recipe: str) -> None:
     """Train layers whose weights two ranks divide, from the same weights as one process has."""
     from torch import distributed
