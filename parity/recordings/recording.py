@@ -118,7 +118,9 @@ class _Running:
         is_training: whether the model was in training mode.
         paths: each submodule's path, by its id.
         notes: what was left out.
-        hooks: removed once gradients of parameters may be another pass's.
+        hooks: on parameters; removed at the end of the step.
+        is_in_backward: whether the gradients of parameters that come now are this pass's.
+        before: what was in the parameters' ``main_grad`` before they came.
     """
 
     number: int
@@ -139,6 +141,8 @@ class _Running:
     paths: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     hooks: ExitStack = field(default_factory=ExitStack)
+    is_in_backward: bool = False
+    before: dict[str, Tensor] = field(default_factory=dict)
 
     def keep_gradient(self, key: str, gradient: Tensor) -> None:
         """Keep a gradient, or add it to another one of the same tensor."""
@@ -154,16 +158,23 @@ class _Running:
             # A parameter may be quantized, and the optimizer will change it.
             self.weights[name] = dequantized_tensor(x.detach()).to("cpu", copy=True)
             if x.requires_grad and x.is_leaf:
-                overwrites = getattr(x, "overwrite_main_grad", False)
-                before = x.main_grad.clone() if hasattr(x, "main_grad") and not overwrites else 0.0
-                keep = partial(self._keep_weight_gradient, key_of("gradient of weight", name), x, before)
-                self.hooks.callback(x.register_hook(keep).remove)
+                self.hooks.callback(x.register_hook(partial(self._keep_weight_gradient, name, x)).remove)
 
-    def _keep_weight_gradient(self, key: str, parameter: Any, before: Any, gradient: Tensor | None) -> None:
+    def begin_backward(self) -> None:
+        """Keep what other passes have added to the parameters' ``main_grad``, unless TE will overwrite that."""
+        self.is_in_backward = True
+        for path, x in self.root.named_parameters():
+            if hasattr(x, "main_grad") and not getattr(x, "overwrite_main_grad", False):
+                self.before[path.removeprefix(self.prefix)] = x.main_grad.clone()
+
+    def _keep_weight_gradient(self, name: str, parameter: Any, gradient: Tensor | None) -> None:
         """Keep the gradient of a parameter, or what TE has just added to its ``main_grad`` in its place."""
+        key = key_of("gradient of weight", name)
         is_added = gradient is None or getattr(parameter, "grad_added_to_main_grad", False)
+        if not self.is_in_backward:
+            return
         if is_added and hasattr(parameter, "main_grad"):
-            self.gradients[key] = parameter.main_grad - before
+            self.gradients[key] = parameter.main_grad - self.before.get(name, 0.0)
         elif gradient is not None:
             self.keep_gradient(key, gradient)
 
@@ -237,8 +248,6 @@ class Recorder:
             if any(map(is_of_te, type(module).__mro__)):  # FSDP derives a class from a module's
                 self._note_recipe(self._current, module)
         elif self.step in self._steps and self._is_root(module):
-            for one in self._waiting:  # the next pass's gradients are not to be added
-                one.hooks.close()
             if self._count < self._passes:
                 self._begin_pass(module)
             self._count += 1
@@ -252,7 +261,10 @@ class Recorder:
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, returned: Any = None) -> None:
         """End a call of a module; if it raised, PyTorch gives no keyword arguments."""
+        is_left_out = self._waiting and self._current is None and self._is_root(module)
         self._depth -= 1
+        if is_left_out:
+            self._watch_backward(None, named_outputs(returned))
         if self._current is None:
             return
         self._current.watch.leave_module(module, args, returned)
@@ -315,6 +327,21 @@ class Recorder:
             one.outputs[name] = x.detach().to("cpu", copy=True)
             if x.requires_grad:
                 x.register_hook(partial(one.keep_gradient, key_of("gradient of output", name)))
+        self._watch_backward(one, outputs)
+
+    def _watch_backward(self, one: _Running | None, outputs: Mapping[str, Tensor]) -> None:
+        """Let gradients of parameters belong to the pass whose outputs got theirs last: several may be on their way."""
+
+        def begin(gradient: Tensor) -> None:
+            for other in self._waiting:
+                if other is not one:
+                    other.is_in_backward = False
+            if one is not None and not one.is_in_backward:
+                one.begin_backward()
+
+        for x in outputs.values():
+            if x.requires_grad:
+                x.register_hook(begin)
 
     def _finish_passes(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -337,7 +364,7 @@ class Recorder:
         trained = {name.removeprefix(one.prefix) for name, x in one.root.named_parameters() if x.requires_grad}
         reached = {name for name in trained if key_of("gradient of weight", name) in tensors}
         if trained and not reached and any(key.startswith("gradient of output") for key in tensors):
-            one.notes.append("no gradient of a parameter was recorded: they came after another pass began")
+            one.notes.append("no gradient of a parameter was recorded")
         index = RecordedPass(
             run=self._run,
             rank=self._rank,
