@@ -57,7 +57,8 @@ def judge(
     if precision:
         check_precisions((precision,), "--precision")
     if files := find_files(folder):
-        return _judge_dump(folder, files, step, rank, precision, bool(reference), backend)
+        asked = [one for one in files if step in (None, one.step) and rank in (None, one.rank)]
+        return _judge_dump(folder, asked, precision, backend)
     passes = _select_passes(folder, step, rank)
     if not reference:
         raise UserError("name what the model should compute: --reference my_pairs.py::my_model")
@@ -80,35 +81,23 @@ def _select_passes(folder: Path, step: int | None, rank: int | None) -> list[Sto
     return found
 
 
-def _judge_dump(
-    folder: Path,
-    files: Sequence[DumpedFile],
-    step: int | None,
-    rank: int | None,
-    precision: str,
-    has_reference: bool,
-    backend: str,
-) -> bool:
+def _judge_dump(folder: Path, files: Sequence[DumpedFile], precision: str, backend: str) -> bool:
     """Print what a dump of TE's ``DumpTensors`` shows of TE's linear layers, and return whether they are right."""
-    if files[0].tool == "SGLang":
+    if not all(one.name for one in files):
         raise UserError(
             f"{folder} was written by SGLang's dumper, which does not say what a tensor was computed from, so it "
             "cannot be judged: `parity bisect` compares two such dumps, and parity.recording records what can be judged"
         )
-    asked = [one for one in files if step in (None, one.step) and rank in (None, one.rank)]
-    if not asked:
-        raise UserError(f"{folder} has no such step and rank: it holds {few_of(sorted({one.place for one in files}))}")
-    judged, left = judge_files(asked, te.kernels(parse_backend(backend)).device, precision)
+    judged, left = judge_files(files, te.kernels(parse_backend(backend)).device, precision)
     off = [one for one in judged if is_flagged(one)]
-    for one in off:
-        print(shown.text(f"✗ the {one.stage.watched} of {one.stage.end[0]}: {_describe_size(one)}"))
-    print(f"{len(judged) - len(off)} of {len(judged)} GEMMs and quantized tensors are as right as rounding allows")
-    if has_reference:
-        left.append(
-            "the reference, since DumpTensors writes neither arguments nor all parameters; only TE's linear layers are"
-        )
-    for reason in left:
-        print(shown.text(f"note: not judged: {reason}"))
+    lines = [f"✗ the {one.stage.watched} of {one.stage.end[0]}: {_describe_size(one)}" for one in off]
+    notes = [
+        *(f"note: not judged: {reason}" for reason in left),
+        "note: these are TE's linear layers alone; DumpTensors writes neither arguments nor all parameters, so that no "
+        "reference can compute the same",
+    ]
+    right = f"{len(judged) - len(off)} of {len(judged)} GEMMs and quantized tensors are as right as rounding allows"
+    print(shown.text("\n".join([*lines, right, *notes])))
     return not off
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
@@ -93,31 +93,22 @@ def bisect_passes(first: StoredPass, second: StoredPass) -> Bisection:
     values = first.index.values
     with first.opened() as one, second.opened() as other:
 
-        def compare(kind: Kind, places: Iterable[int]) -> Difference | None:
-            return _find_first(
-                _measure_difference(
-                    kind,
-                    place,
-                    values[place].name.removeprefix("te."),
-                    values[place].module,
-                    *(read(key_of(kind, place)) for read in (one, other)),
-                )
-                for place in places
-            )
+        def differ(kind: Kind, names: Iterable[int | str]) -> Iterator[Difference]:
+            for name in names:
+                at = -1, str(name), ""
+                if isinstance(name, int):
+                    at = name, values[name].name.removeprefix("te."), values[name].module
+                found = _measure_difference(kind, *at, one(key_of(kind, name)), other(key_of(kind, name)))
+                if found is not None:
+                    yield found
 
-        forward = compare("value", range(len(values)))
         with_gradient = (place for place in reversed(range(len(values))) if values[place].has_gradient)
-        backward = compare("gradient of value", with_gradient)
-        later = [*_compare_named(first, one, other, "output"), *_compare_named(first, one, other, "gradient of weight")]
-    return Bisection(forward, backward, tuple(sorted(later, key=lambda one: -one.roundings)))
-
-
-def _compare_named(
-    first: StoredPass, one: Callable[[str], Tensor], other: Callable[[str], Tensor], kind: Kind
-) -> Iterator[Difference]:
-    keys = {name: key_of(kind, name) for name in first.index.names(kind)}
-    found = (_measure_difference(kind, -1, name, "", one(key), other(key)) for name, key in keys.items())
-    yield from filter(None, found)
+        forward, backward = differ("value", range(len(values))), differ("gradient of value", with_gradient)
+        named: tuple[Kind, ...] = "output", "gradient of weight"
+        later = [each for kind in named for each in differ(kind, first.index.names(kind))]
+        return Bisection(
+            next(forward, None), next(backward, None), tuple(sorted(later, key=lambda each: -each.roundings))
+        )
 
 
 def bisect_dumps(
@@ -138,7 +129,7 @@ def bisect_dumps(
         raise UserError(f"the dumps have no tensor in common: {few_of(list(mine))}, and {few_of(list(theirs))}")
 
     def compare(backward: bool) -> Difference | None:
-        return _find_first(
+        found = (
             _measure_difference("dumped", -1, f"{what} {name}", "", x, other[what])
             for name in both
             if mine[name].is_backward == backward
@@ -146,6 +137,7 @@ def bisect_dumps(
             for what, x in mine[name].read_values(device).items()
             if what in other
         )
+        return next(filter(None, found), None)
 
     return Bisection(compare(False), compare(True), ()), sorted(mine.keys() ^ theirs.keys())
 
@@ -159,10 +151,6 @@ def _number_files(files: Iterable[DumpedFile]) -> dict[str, DumpedFile]:
         seen[name] += 1
         found[name + f", the {ordinal(seen[name])}" * (seen[name] > 1)] = one
     return found
-
-
-def _find_first(found: Iterable[Difference | None]) -> Difference | None:
-    return next(filter(None, found), None)
 
 
 def _measure_difference(

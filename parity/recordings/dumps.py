@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ class DumpedFile:
     """A file that another tool has written.
 
     Attributes:
-        tool: which one.
         path: where it is.
         step, rank: of the training.
         layer: TE's layer, as it is written in the file's name; or the name and tags that SGLang's dumper was given.
@@ -55,7 +54,6 @@ class DumpedFile:
         order: files of the step with a smaller one were written before.
     """
 
-    tool: Literal["DumpTensors", "SGLang"]
     path: Path
     step: int
     rank: int
@@ -86,8 +84,8 @@ class DumpedFile:
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).split("\n", 1)[0]
             raise UserError(f"{self.path} is damaged, or holds more than tensors and numbers: {reason}") from error
-        if self.tool == "SGLang":
-            value = held.get("value") if isinstance(held, dict) else held
+        if not self.name:
+            value = held["value"] if isinstance(held, dict) else held
             return {"value": value.detach()} if isinstance(value, Tensor) else {}
         if not isinstance(held, dict) or not held or held.keys() - {"high_precision", "quantized"}:
             raise UserError(
@@ -105,13 +103,11 @@ def find_files(folder: Path) -> list[DumpedFile]:
     """Return the files of another tool's dump, step by step, as they were written; none if it is no dump.
 
     Raises:
-        UserError: if it is one, but has no files, or some of which it cannot be said what they hold.
+        UserError: if a file has a name that the tool does not give.
     """
     root = folder / "tensor_dumps" if (folder / "tensor_dumps").is_dir() else folder
     found = [_parse_te_path(path) for path in root.glob("rank_*/iter_*/*")]
     found += [_parse_sglang_path(path) for path in folder.glob("*___*.pt")]
-    if not found and any(root.glob("rank_*")):
-        raise UserError(f"{root} holds no tensors: DumpTensors came to no step that it was asked for")
     return sorted(found, key=lambda one: (one.step, one.order, one.path))
 
 
@@ -120,7 +116,7 @@ def _parse_te_path(path: Path) -> DumpedFile:
     step, rank = (int(one.name.rpartition("_")[2]) for one in (path.parent, path.parent.parent))
     if name not in _NAMES or path.suffix != ".pt":
         raise UserError(f"{path} is no file that TE 2.20's DumpTensors writes: LAYER_{'.pt, LAYER_'.join(_NAMES)}.pt")
-    return DumpedFile("DumpTensors", path, step, rank, layer, name, (path.stat().st_mtime_ns, _NAMES.index(name)))
+    return DumpedFile(path, step, rank, layer, name, (path.stat().st_mtime_ns, _NAMES.index(name)))
 
 
 def _parse_sglang_path(path: Path) -> DumpedFile:
@@ -128,7 +124,7 @@ def _parse_sglang_path(path: Path) -> DumpedFile:
     if found is None:
         raise UserError(f"{path} is no file that SGLang's dumper writes: step=0___rank=0___dump_index=1___name=x.pt")
     step, rank, order, name = found.groups()
-    return DumpedFile("SGLang", path, int(step), int(rank), name.replace("___", ", "), "", (int(order), 0))
+    return DumpedFile(path, int(step), int(rank), name.replace("___", ", "), "", (int(order), 0))
 
 
 # The verdict on TE's linear layers.
@@ -158,7 +154,7 @@ def judge_files(
         held = {name: file.read(device) for name, file in own.items()}
         at = PRECISIONS[precision or _find_precision(held)]
         layer += f" at {at.name}"
-        found += [*_judge_quantizers(layer, held, at.rounding), *_judge_gemms(layer, held, at.rounding)]
+        found += _judge_layer(layer, held, at.rounding)
     judged = [one for one in found if isinstance(one, Judged)]
     if not judged:
         raise UserError(
@@ -176,35 +172,35 @@ def _find_precision(held: Mapping[str, Mapping[str, Tensor]]) -> str:
     return found[0]
 
 
-def _judge_quantizers(layer: str, held: Mapping[str, Mapping[str, Tensor]], rounding: Rounding) -> Iterator[Judged]:
-    """Yield the errors of quantized operands, for each dimension that a GEMM may sum over."""
-    for name, part in _PARTS.items():
-        x, high, to_format = (
-            *map(held.get(name, {}).get, ("quantized", "high_precision")),
-            rounding.operand_format(part),
-        )
-        if x is None or high is None or to_format is None or type(x) is Tensor:
-            continue
-        exact = high.float().flatten(0, -2)
-        for dim in (1, 0) if _is_stored_twice(x) else (1,):
-            stage = _name_stage(layer, f"quantized {name}{', transposed' * (dim == 0)}")
-            both = exact.double(), [to_format(exact, dim).double()]
-            # The scale may be another one, as with delayed scaling, so that errors add up along the tensor otherwise.
-            yield replace(measure_error(stage, _values_of(x, dim).double(), *both, least_of(rounding)), gain=0.0)
-
-
-def _judge_gemms(layer: str, held: Mapping[str, Mapping[str, Tensor]], rounding: Rounding) -> Iterator[Judged | str]:
-    """Yield the errors of GEMMs, or why one is not known.
+def _judge_layer(layer: str, held: Mapping[str, Mapping[str, Tensor]], rounding: Rounding) -> Iterator[Judged | str]:
+    """Yield the errors of quantized operands and of GEMMs, or why one is not known.
 
     A bias that TE adds in the GEMM is not dumped, so whatever all rows have in common may be one.
     """
     for result, sides in _GEMMS.items():
-        if any(name not in held for name in (result, *dict(sides))) or "high_precision" not in held[result]:
+        operands: list[tuple[Tensor, Tensor]] = []
+        for name, dim in sides:
+            known = {
+                kind: _as_matrix(x, dim).double()
+                for kind, x in held.get(name, {}).items()
+                if type(x).__name__ != "NVFP4Tensor"  # some are rotated, so that TE itself cannot give their values
+            }
+            to_format = rounding.operand_format(_PARTS[name])
+            high = known.get("high_precision")
+            mine = known.get("quantized", high)
+            if mine is None:
+                continue
+            model = mine if high is None or to_format is None else to_format(high.float()).double()
+            operands.append((mine, model if mine is high else mine))
+            if mine is not high and high is not None and type(held[name]["quantized"]) is not Tensor:
+                stage = _name_stage(layer, f"quantized {name} for {result}")
+                # With another scale than the model's, as delayed scaling has it, errors add up otherwise.
+                yield replace(measure_error(stage, mine, high, [model], least_of(rounding)), gain=0.0)
+        mine = held.get(result, {}).get("high_precision")
+        if mine is None or len(operands) < 2:
             continue
-        (left, left_model), (right, right_model) = (
-            _read_operand(held[name], dim, rounding, _PARTS[name]) for name, dim in sides
-        )
-        mine = held[result]["high_precision"].flatten(0, -2)
+        (left, left_model), (right, right_model) = operands
+        mine = mine.flatten(0, -2)
         if left.shape[1] != right.shape[1] or mine.shape != (len(left), len(right)) or len(mine) == 1:
             yield (
                 f"the {result} of {layer} is {tuple(mine.shape)}, and its operands are {tuple(left.shape)} and "
@@ -219,32 +215,16 @@ def _judge_gemms(layer: str, held: Mapping[str, Mapping[str, Tensor]], rounding:
         yield measure_error(_name_stage(layer, result), mine.double(), exact, [modelled.to(mine.dtype).double()], least)
 
 
-def _read_operand(held: Mapping[str, Tensor], dim: int, rounding: Rounding, part: OperandPart) -> tuple[Tensor, Tensor]:
-    """Return a matrix whose columns a GEMM sums over, and what the model makes of it if it is not known quantized."""
-    to_format = rounding.operand_format(part)
-    if "quantized" in held:
-        exact, to_format = _values_of(held["quantized"], dim), None
-    else:
-        exact = held["high_precision"].float().flatten(0, -2)
-    modelled = exact if to_format is None else to_format(exact, dim)
-    exact, modelled = exact.double(), modelled.double()
-    return (exact, modelled) if dim else (exact.T, modelled.T)
-
-
-def _is_stored_twice(x: Tensor) -> bool:
-    """Return whether a quantized tensor has other values, with other scales, for GEMMs that sum over its rows."""
-    return getattr(x, "_columnwise_data", None) is not None
-
-
-def _values_of(x: Any, dim: int) -> Tensor:
-    """Return the values of a tensor as a GEMM reads them that sums over a dimension, in FP32, as a matrix."""
+def _as_matrix(x: Any, dim: int) -> Tensor:
+    """Return an operand as a GEMM reads it that sums over a dimension: a matrix in FP32, summed over columns."""
     if type(x) is not Tensor:
         x = x.detach()
-        if dim == 0 and _is_stored_twice(x):
+        if dim == 0 and getattr(x, "_columnwise_data", None) is not None:  # has other scales along its rows
             x.update_usage(rowwise_usage=False, columnwise_usage=True)
         x = x.dequantize(dtype=torch.float32)
-    return x.float().flatten(0, -2)
+    x = x.float().flatten(0, -2)
+    return x if dim else x.T.contiguous()
 
 
 def _name_stage(layer: str, name: str) -> Stage:
-    return Stage((layer, 0, name, 0), (), (), "output", name, backward=name in _NAMES[3:])
+    return Stage((layer, 0, name, 0), (), (), "output", name)

@@ -105,8 +105,7 @@ class _Running:
         root: the model.
         prefix: what a wrapper adds to its names.
         watch: watches the forward pass.
-        parameters: how many the model has.
-        weights: these before the pass, by name, as far as they were whole.
+        weights: the model's parameters before the pass, by name, as far as they were whole.
         arguments: what it was called with, as JSON.
         given: the tensors among these, by name.
         outputs: its outputs, by name.
@@ -119,15 +118,13 @@ class _Running:
         paths: each submodule's path, by its id.
         notes: what was left out.
         hooks: on parameters; removed at the end of the step.
-        is_in_backward: whether the gradients of parameters that come now are this pass's.
-        before: what was in the parameters' ``main_grad`` before they came.
+        before: what was in the parameters' ``main_grad`` before the backward pass.
     """
 
     number: int
     root: nn.Module
     prefix: str
     watch: Watch
-    parameters: int
     autocast: str
     is_training: bool
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -141,42 +138,12 @@ class _Running:
     paths: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     hooks: ExitStack = field(default_factory=ExitStack)
-    is_in_backward: bool = False
     before: dict[str, Tensor] = field(default_factory=dict)
 
     def keep_gradient(self, key: str, gradient: Tensor) -> None:
         """Keep a gradient, or add it to another one of the same tensor."""
         own = gradient.detach().clone()
         self.gradients[key] = self.gradients[key] + own if key in self.gradients else own
-
-    def keep_parameters(self) -> None:
-        """Keep those that are whole now: FSDP gathers a parameter only while a module of its group runs."""
-        for path, x in self.root.named_parameters():
-            name = path.removeprefix(self.prefix)
-            if name in self.weights or hasattr(x, "full_tensor"):
-                continue
-            # A parameter may be quantized, and the optimizer will change it.
-            self.weights[name] = dequantized_tensor(x.detach()).to("cpu", copy=True)
-            if x.requires_grad and x.is_leaf:
-                self.hooks.callback(x.register_hook(partial(self._keep_weight_gradient, name, x)).remove)
-
-    def begin_backward(self) -> None:
-        """Keep what other passes have added to the parameters' ``main_grad``, unless TE will overwrite that."""
-        self.is_in_backward = True
-        for path, x in self.root.named_parameters():
-            if hasattr(x, "main_grad") and not getattr(x, "overwrite_main_grad", False):
-                self.before[path.removeprefix(self.prefix)] = x.main_grad.clone()
-
-    def _keep_weight_gradient(self, name: str, parameter: Any, gradient: Tensor | None) -> None:
-        """Keep the gradient of a parameter, or what TE has just added to its ``main_grad`` in its place."""
-        key = key_of("gradient of weight", name)
-        is_added = gradient is None or getattr(parameter, "grad_added_to_main_grad", False)
-        if not self.is_in_backward:
-            return
-        if is_added and hasattr(parameter, "main_grad"):
-            self.gradients[key] = parameter.main_grad - self.before.get(name, 0.0)
-        elif gradient is not None:
-            self.keep_gradient(key, gradient)
 
 
 class Recorder:
@@ -209,6 +176,7 @@ class Recorder:
         self._current: _Running | None = None  # the pass whose forward is running
         self._watching = ExitStack()
         self._waiting: list[_Running] = []  # passes whose gradients are to come
+        self._in_backward: _Running | None = None  # the pass that gradients of parameters belong to
         self._count = 0  # passes of this step
         self._stepping: Any = None  # the optimizer whose steps count
         self._writer = _Writer(path)
@@ -268,8 +236,8 @@ class Recorder:
         if self._current is None:
             return
         self._current.watch.leave_module(module, args, returned)
-        if len(self._current.weights) < self._current.parameters:
-            self._current.keep_parameters()
+        if hasattr(module, "unshard"):  # it is FSDP's
+            self._keep_parameters(self._current)
         if module is self._current.root:
             one, self._current = self._current, None
             self._watching.close()
@@ -289,14 +257,13 @@ class Recorder:
 
     def _begin_pass(self, root: nn.Module) -> None:
         prefix = _prefix_of(root)
-        theirs = {path: (path.removeprefix(prefix),) for path, _ in root.named_parameters()}
         device = next(root.parameters()).device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         keeps = cache(partial(_is_inside, self._patterns, prefix))
-        watch = Watch(theirs, keeps)
-        one = _Running(self._count, root, prefix, watch, len(theirs), autocast.removeprefix("torch."), root.training)
+        watch = Watch({path: (path.removeprefix(prefix),) for path, _ in root.named_parameters()}, keeps)
+        one = _Running(self._count, root, prefix, watch, autocast.removeprefix("torch."), root.training)
         one.paths = {id(part): path.removeprefix(prefix) for path, part in root.named_modules()}
-        one.keep_parameters()
+        self._keep_parameters(one)
         self._current = one
         # Hooks that came and went with each pass would change PyTorch's list of hooks while it goes through it.
         self._watching.enter_context(watch.following(root))
@@ -329,22 +296,43 @@ class Recorder:
                 x.register_hook(partial(one.keep_gradient, key_of("gradient of output", name)))
         self._watch_backward(one, outputs)
 
+    def _keep_parameters(self, one: _Running) -> None:
+        """Keep those that are whole now: FSDP gathers a parameter only while a module of its group runs."""
+        for path, x in one.root.named_parameters():
+            name = path.removeprefix(one.prefix)
+            if name in one.weights or hasattr(x, "full_tensor"):
+                continue
+            # A parameter may be quantized, and the optimizer will change it.
+            one.weights[name] = dequantized_tensor(x.detach()).to("cpu", copy=True)
+            if x.requires_grad and x.is_leaf:
+                one.hooks.callback(x.register_hook(partial(self._keep_weight_gradient, one, name, x)).remove)
+
     def _watch_backward(self, one: _Running | None, outputs: Mapping[str, Tensor]) -> None:
         """Let gradients of parameters belong to the pass whose outputs got theirs last: several may be on their way."""
 
         def begin(gradient: Tensor) -> None:
-            for other in self._waiting:
-                if other is not one:
-                    other.is_in_backward = False
-            if one is not None and not one.is_in_backward:
-                one.begin_backward()
+            if one is not None and one is not self._in_backward:
+                held = {path: getattr(x, "main_grad", None) for path, x in one.root.named_parameters()}
+                one.before = {path.removeprefix(one.prefix): x.clone() for path, x in held.items() if x is not None}
+            self._in_backward = one
 
         for x in outputs.values():
             if x.requires_grad:
                 x.register_hook(begin)
 
+    def _keep_weight_gradient(self, one: _Running, name: str, parameter: Any, gradient: Tensor | None) -> None:
+        """Keep the gradient of a parameter, or what TE has just added to its ``main_grad`` in its place."""
+        key = key_of("gradient of weight", name)
+        if self._in_backward is not one:
+            return
+        if name in one.before and (gradient is None or getattr(parameter, "grad_added_to_main_grad", False)):
+            overwrites = getattr(parameter, "overwrite_main_grad", False)
+            one.gradients[key] = parameter.main_grad - (0.0 if overwrites else one.before[name])
+        elif gradient is not None:
+            one.keep_gradient(key, gradient)
+
     def _finish_passes(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._in_backward = self._waiting, [], None
         for one in waiting:
             one.hooks.close()
             if one.outputs:
