@@ -168,7 +168,10 @@ def _find_precision(held: Mapping[str, Mapping[str, Tensor]]) -> str:
     """Return the precision in which a layer was computed, by its tensors' classes."""
     tensors = [x for one in held.values() for x in one.values()]
     found = [_PRECISIONS[type(x).__name__] for x in tensors if type(x).__name__ in _PRECISIONS]
-    found += [one.name for one in PRECISIONS.values() if one.recipe is None and one.dtype == tensors[0].dtype]
+    # The first precision of a dtype has no recipe.
+    found += [one.name for one in PRECISIONS.values() if one.dtype == tensors[0].dtype]
+    if not found:
+        raise UserError(f"the dump holds tensors of {tensors[0].dtype}: name the precision to judge it by with -p")
     return found[0]
 
 
@@ -223,7 +226,7 @@ def _as_matrix(x: Any, dim: int) -> Tensor:
             x.update_usage(rowwise_usage=False, columnwise_usage=True)
         x = x.dequantize(dtype=torch.float32)
     x = x.float().flatten(0, -2)
-    return x if dim else x.T.contiguous()
+    return x if dim else x.T
 
 
 def _name_stage(layer: str, name: str) -> Stage:

@@ -184,6 +184,12 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "is damaged, or holds more than"),
     "another tensor": (lambda path: path.rename(path.with_name("second_bias.pt")), "is no file that TE"),
     "other content": (lambda path: torch.save({"tensor": torch.ones(3)}, path), "does not hold what TE"),
+    "another dtype": (
+        lambda path: torch.save(
+            {"high_precision": torch.ones(3, 3, dtype=torch.float64)}, path.with_name("x_output.pt")
+        ),
+        "holds tensors of torch.float64: name the precision",
+    ),
     "code": (lambda path: torch.save({"quantized": Path("x")}, path), "holds more than tensors and numbers"),
     "nothing": (lambda path: [one.unlink() for one in path.parent.iterdir()], "nothing of this dump can be judged"),
 }
