@@ -163,10 +163,14 @@ def trace(
     "parity judge dump --reference my_pairs.py::llama --size 1 --step 100 -p fp8_current",
 )
 def judge(
-    folder: Annotated[Path, typer.Argument(help="A folder that parity.recording has written.")],
+    folder: Annotated[Path, typer.Argument(help="A folder that parity.recording has written, or TE's DumpTensors.")],
     reference: Annotated[
-        str, typer.Option(help="FILE::PAIR: what the recorded model should compute.", autocompletion=shared.pairs)
-    ],
+        str,
+        typer.Option(
+            help="FILE::PAIR: what the recorded model should compute. DumpTensors' folders need none.",
+            autocompletion=shared.pairs,
+        ),
+    ] = "",
     precision: Annotated[str, typer.Option("-p", "--precision", help="If it is not as recorded.")] = "",
     size: Annotated[int, typer.Option(help="Which of the pair's sizes is the recorded model's, from 0.")] = 0,
     step: Annotated[int | None, typer.Option(help="Judge only this step.")] = None,
@@ -187,7 +191,10 @@ def judge(
     "parity bisect dump_before dump_after --reference my_pairs.py::llama",
 )
 def bisect(
-    first: Annotated[Path, typer.Argument(help="A folder that parity.recording has written.")],
+    first: Annotated[
+        Path,
+        typer.Argument(help="A folder that parity.recording has written, TE's DumpTensors or SGLang's dumper."),
+    ],
     second: Annotated[Path, typer.Argument(help="Another one, of the same step in another environment.")],
     reference: Annotated[
         str, typer.Option(help="FILE::PAIR: tells which of the two is right.", autocompletion=shared.pairs)

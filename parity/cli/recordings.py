@@ -8,10 +8,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from parity import data_files, shown
+from parity import data_files, shown, te
 from parity.cli.stages import load_pair
-from parity.plugin.options import check_precisions
-from parity.recordings.differences import Bisection, Difference, bisect_passes
+from parity.plugin.options import check_precisions, parse_backend
+from parity.recordings.differences import Bisection, Difference, bisect_dumps, bisect_passes
+from parity.recordings.dumps import DumpedFile, find_files, judge_files
 from parity.recordings.environment import compare_environments, describe_environment
 from parity.recordings.folder import StoredPass, read
 from parity.recordings.joined import group_ranks
@@ -20,6 +21,7 @@ from parity.report.failure import causes_and_figures
 from parity.report.numbers import plural, short
 from parity.report.record import Item
 from parity.search.located import describe_end, describe_place
+from parity.shown import few_of
 from parity.stages.judge import Judged
 from parity.stages.locate import Stages, is_flagged
 from parity.user_error import UserError
@@ -40,8 +42,9 @@ def judge(
     """Print the verdict on each recorded pass, and return whether all are right at the end and at each stage.
 
     Args:
-        folder: the recording.
-        reference: ``my_pairs.py::my_model``, or only the file if it declares one pair.
+        folder: the recording, or what another tool has dumped.
+        reference: ``my_pairs.py::my_model``, or only the file if it declares one pair; empty for another tool's dump,
+            which no reference can judge.
         precision: a key of ``PRECISIONS``; empty for the recorded one.
         size: the number of the pair's size that is the recorded model's.
         step, rank: the only ones to judge; None for all.
@@ -53,7 +56,12 @@ def judge(
     """
     if precision:
         check_precisions((precision,), "--precision")
+    if files := find_files(folder):
+        asked = [one for one in files if step in (None, one.step) and rank in (None, one.rank)]
+        return _judge_dump(folder, asked, precision, backend)
     passes = _select_passes(folder, step, rank)
+    if not reference:
+        raise UserError("name what the model should compute: --reference my_pairs.py::my_model")
     case, checked, kernels = load_pair(reference, size, backend)
     judged = [judge_pass(group, case, checked, kernels, precision, seconds) for group in group_ranks(passes)]
     for one in judged:
@@ -71,6 +79,26 @@ def _select_passes(folder: Path, step: int | None, rank: int | None) -> list[Sto
         steps = ", ".join(dict.fromkeys(str(one.index.step) for one in known))
         raise UserError(f"{folder} has no such pass: it holds steps {steps} of {plural(known[0].index.ranks, 'rank')}")
     return found
+
+
+def _judge_dump(folder: Path, files: Sequence[DumpedFile], precision: str, backend: str) -> bool:
+    """Print what a dump of TE's ``DumpTensors`` shows of TE's linear layers, and return whether they are right."""
+    if not all(one.name for one in files):
+        raise UserError(
+            f"{folder} was written by SGLang's dumper, which does not say what a tensor was computed from, so it "
+            "cannot be judged: `parity bisect` compares two such dumps, and parity.recording records what can be judged"
+        )
+    judged, left = judge_files(files, te.kernels(parse_backend(backend)).device, precision)
+    off = [one for one in judged if is_flagged(one)]
+    lines = [f"✗ the {one.stage.watched} of {one.stage.end[0]}: {_describe_size(one)}" for one in off]
+    notes = [
+        *(f"note: not judged: {reason}" for reason in left),
+        "note: these are TE's linear layers alone; DumpTensors writes neither arguments nor all parameters, so that no "
+        "reference can compute the same",
+    ]
+    right = f"{len(judged) - len(off)} of {len(judged)} GEMMs and quantized tensors are as right as rounding allows"
+    print(shown.text("\n".join([*lines, right, *notes])))
+    return not off
 
 
 def _list_verdict(one: JudgedPass) -> Iterator[str]:
@@ -107,7 +135,7 @@ def bisect(first: Path, second: Path, reference: str, size: int, backend: str) -
     """Print where two recordings begin to differ, and return whether that may be rounding, by the reference.
 
     Args:
-        first, second: the recordings, of the same step.
+        first, second: the recordings, or dumps of another tool, of the same step.
         reference: a pair that tells which of the two is right; empty to compare them alone.
         size: the number of the pair's size that is the recorded model's.
         backend: where the reference computes.
@@ -115,6 +143,15 @@ def bisect(first: Path, second: Path, reference: str, size: int, backend: str) -
     Raises:
         UserError: if the recordings are damaged, are of other passes, or do not fit the pair.
     """
+    dumps = find_files(first), find_files(second)
+    if any(dumps):
+        if not all(dumps) or reference:
+            raise UserError("a dump of another tool can only be compared with another one, and without a reference")
+        found, only = bisect_dumps(*dumps, te.kernels(parse_backend(backend)).device)
+        print(shown.text("\n".join(_list_differences("the dumps", found))))
+        if only:
+            print(shown.text(f"note: only one of them has {few_of(only)}"))
+        return True
     known = {path: read(path) for path in (first, second)}
     pairs = list(_match_passes(known[first], known[second], first, second))
     _print_environments(pairs[0][0].index.environment, pairs[0][1].index.environment, first.name, second.name)
@@ -124,7 +161,7 @@ def bisect(first: Path, second: Path, reference: str, size: int, backend: str) -
     is_right = True
     for one, other in pairs:
         found = bisect_passes(one, other)
-        print(shown.text("\n".join(_list_differences(one, found))))
+        print(shown.text("\n".join(_list_differences(one.index, found))))
         if pair is not None and not found.is_same:
             for path, stored in ((first, one), (second, other)):
                 number = next(number for number, group in enumerate(groups[path]) if stored in group)
@@ -146,11 +183,11 @@ def _match_passes(
     return iter(both)
 
 
-def _list_differences(one: StoredPass, found: Bisection) -> Iterator[str]:
+def _list_differences(place: object, found: Bisection) -> Iterator[str]:
     if found.is_same:
-        yield f"{one.index}: equal to the bit"
+        yield f"{place}: equal to the bit"
         return
-    yield f"{one.index}:"
+    yield f"{place}:"
     for told, first in (("forward", found.forward), ("backward", found.backward)):
         yield f"  {told}: {'equal to the bit' if first is None else f'first differs {first}'}"
     rows = [

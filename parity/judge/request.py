@@ -17,6 +17,7 @@ from parity.result import Determinism, Finding, Result, Status
 from parity.te.attention_backend import AttentionBackend, attention_backends
 
 if TYPE_CHECKING:
+    from parity.stages.locate import Stages
     from parity.stages.watch import Watched
     from parity.te import Kernels, Precision
 
@@ -42,6 +43,7 @@ class CandidateRun:
         summed: noise as large as the loss of sums over micro-batches in gradients that are held in 16 bits, since the
             rounding model makes only one pass.
         values: what it computed, in order, if its values were recorded.
+        stages: its stages, once they were judged, by what they were judged with.
     """
 
     tensors: Tensors
@@ -59,6 +61,7 @@ class CandidateRun:
     left_out: str = ""
     summed: Tensors = field(default_factory=dict)
     values: Sequence[Watched] | None = None
+    stages: dict[Any, Stages] = field(default_factory=dict)
 
 
 OnProgress = Callable[[Result | None, bool], object]

@@ -8,7 +8,8 @@ its arguments do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
@@ -17,11 +18,13 @@ import torch
 from torch import Tensor
 
 from parity.numerics.errors import norm_of
-from parity.recordings.folder import RecordedValue, StoredPass, key_of
+from parity.recordings.dumps import DumpedFile
+from parity.recordings.folder import StoredPass, key_of
 from parity.shown import few_of
+from parity.trace.trace import ordinal
 from parity.user_error import UserError
 
-Kind = Literal["value", "gradient of value", "gradient of weight", "output"]
+Kind = Literal["value", "gradient of value", "gradient of weight", "output", "dumped"]
 
 
 @dataclass(frozen=True)
@@ -90,43 +93,91 @@ def bisect_passes(first: StoredPass, second: StoredPass) -> Bisection:
     values = first.index.values
     with first.opened() as one, second.opened() as other:
 
-        def compare(kind: Kind, places: Iterable[int]) -> Difference | None:
-            for place in places:
-                key = key_of(kind, place)
-                found = _measure_difference(kind, place, values[place], one(key), other(key))
+        def differ(kind: Kind, names: Iterable[int | str]) -> Iterator[Difference]:
+            for name in names:
+                at = -1, str(name), ""
+                if isinstance(name, int):
+                    at = name, values[name].name.removeprefix("te."), values[name].module
+                found = _measure_difference(kind, *at, one(key_of(kind, name)), other(key_of(kind, name)))
                 if found is not None:
-                    return found
-            return None
+                    yield found
 
-        forward = compare("value", range(len(values)))
         with_gradient = (place for place in reversed(range(len(values))) if values[place].has_gradient)
-        backward = compare("gradient of value", with_gradient)
-        later = [*_compare_named(first, one, other, "output"), *_compare_named(first, one, other, "gradient of weight")]
-    return Bisection(forward, backward, tuple(sorted(later, key=lambda one: -one.roundings)))
+        forward, backward = differ("value", range(len(values))), differ("gradient of value", with_gradient)
+        named: tuple[Kind, ...] = "output", "gradient of weight"
+        later = [each for kind in named for each in differ(kind, first.index.names(kind))]
+        return Bisection(
+            next(forward, None), next(backward, None), tuple(sorted(later, key=lambda each: -each.roundings))
+        )
 
 
-def _compare_named(
-    first: StoredPass, one: Callable[[str], Tensor], other: Callable[[str], Tensor], kind: Kind
-) -> Iterator[Difference]:
-    for name in first.index.names(kind):
-        key, value = key_of(kind, name), RecordedValue(name, "", (), False, (), (), False, False)
-        found = _measure_difference(kind, -1, value, one(key), other(key))
-        if found is not None:
-            yield found
+def bisect_dumps(
+    first: Iterable[DumpedFile], second: Iterable[DumpedFile], device: torch.device
+) -> tuple[Bisection, list[str]]:
+    """Return where two dumps by another tool begin to differ, and what is in only one of them.
+
+    Args:
+        first, second: their files, in the order in which they were written.
+        device: where to compute.
+
+    Raises:
+        UserError: if they have nothing in common, or a file is damaged.
+    """
+    mine, theirs = _number_files(first), _number_files(second)
+    both = [name for name in mine if name in theirs]
+    if not both:
+        raise UserError(f"the dumps have no tensor in common: {few_of(list(mine))}, and {few_of(list(theirs))}")
+
+    def compare(backward: bool) -> Difference | None:
+        found = (
+            _measure_difference("dumped", -1, f"{what} {name}", "", x, other[what])
+            for name in both
+            if mine[name].is_backward == backward
+            for other in [theirs[name].read_values(device)]
+            for what, x in mine[name].read_values(device).items()
+            if what in other
+        )
+        return next(filter(None, found), None)
+
+    return Bisection(compare(False), compare(True), ()), sorted(mine.keys() ^ theirs.keys())
 
 
-def _measure_difference(kind: Kind, place: int, value: RecordedValue, one: Tensor, other: Tensor) -> Difference | None:
+def _number_files(files: Iterable[DumpedFile]) -> dict[str, DumpedFile]:
+    """Return files by what they hold; what was dumped several times is numbered."""
+    found: dict[str, DumpedFile] = {}
+    seen: Counter[str] = Counter()
+    for one in files:
+        name = f"{one.name or 'named'} {one.layer} in {one.place}"
+        seen[name] += 1
+        found[name + f", the {ordinal(seen[name])}" * (seen[name] > 1)] = one
+    return found
+
+
+def _measure_difference(
+    kind: Kind, place: int, name: str, module: str, one: Tensor, other: Tensor
+) -> Difference | None:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        both = [f"{x.dtype} of {tuple(x.shape)}" for x in (one, other)]
+        raise UserError(f"{name} is {both[0]} in the first and {both[1]} in the second: compare runs of the same model")
     if torch.equal(one, other):
         return None
     apart = one.double() - other.double()
     size = norm_of(one.double())
     relative = norm_of(apart) / size if size else math.inf
     # Rounding to nearest leaves an error that is about evenly spread over half an ulp, either way.
-    of_rounding = torch.finfo(one.dtype).eps / math.sqrt(12.0) / math.sqrt(2.0)
+    of_rounding = torch.finfo(one.dtype).eps / math.sqrt(24.0) if one.is_floating_point() else 0.0
     count = int((apart != 0).sum() + apart.isnan().sum())
     dtype = str(one.dtype).removeprefix("torch.")
-    at = value.name.removeprefix("te."), value.module
-    return Difference(kind, place, *at, relative, relative / of_rounding, (count, one.numel()), dtype)
+    return Difference(
+        kind,
+        place,
+        name,
+        module,
+        relative,
+        relative / of_rounding if of_rounding else math.inf,
+        (count, one.numel()),
+        dtype,
+    )
 
 
 def _check_same_beginning(first: StoredPass, second: StoredPass) -> None:

@@ -18,7 +18,7 @@ from parity.case.validate import CheckedSize, modules_without_memory
 from parity.case.weight_map import WeightMap, names
 from parity.comparison import explain_at, judge_at, with_stages
 from parity.judge.limits import packaged
-from parity.judge.request import CandidateRun, Request
+from parity.judge.request import CandidateRun
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import prepare
 from parity.recordings.folder import DELAYED, StoredPass, Unrecorded, key_of, unpacked
@@ -98,9 +98,10 @@ def judge_pass(
     comparison = judge_at(whole, checked, at, 0, kernels, packaged(), candidate_run=run)
     result, stages = explain_at(comparison, seconds), None
     if result.status in ("passed", "failed"):
-        prepared = prepare(whole, checked, at.dtype, 0, kernels)
+        # As the search for the cause judges them, which may have done it already.
+        prepared = comparison.prepared if comparison.needs_cause else prepare(whole, checked, at.dtype, 0, kernels)
         with suppress(Misfit):
-            stages = judge_stages(Request(whole, checked, at, 0, kernels, packaged(), candidate_run=run), prepared)
+            stages = judge_stages(comparison.request, prepared, comparison.port.freedoms)
             result = result if stored.index.reasons_for_more_error else with_stages(result, prepared, stages)
     return JudgedPass(stored, at.name, result, stages, tuple(notes))
 

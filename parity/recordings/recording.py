@@ -105,7 +105,7 @@ class _Running:
         root: the model.
         prefix: what a wrapper adds to its names.
         watch: watches the forward pass.
-        weights: the model's parameters before the pass, by name.
+        weights: the model's parameters before the pass, by name, as far as they were whole.
         arguments: what it was called with, as JSON.
         given: the tensors among these, by name.
         outputs: its outputs, by name.
@@ -117,16 +117,17 @@ class _Running:
         is_training: whether the model was in training mode.
         paths: each submodule's path, by its id.
         notes: what was left out.
-        hooks: removed once gradients of parameters may be another pass's.
+        hooks: on parameters; removed at the end of the step.
+        before: what was in the parameters' ``main_grad`` before the backward pass.
     """
 
     number: int
     root: nn.Module
     prefix: str
     watch: Watch
-    weights: dict[str, Tensor]
     autocast: str
     is_training: bool
+    weights: dict[str, Tensor] = field(default_factory=dict)
     arguments: Any = None
     given: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -137,6 +138,7 @@ class _Running:
     paths: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     hooks: ExitStack = field(default_factory=ExitStack)
+    before: dict[str, Tensor] = field(default_factory=dict)
 
     def keep_gradient(self, key: str, gradient: Tensor) -> None:
         """Keep a gradient, or add it to another one of the same tensor."""
@@ -174,6 +176,7 @@ class Recorder:
         self._current: _Running | None = None  # the pass whose forward is running
         self._watching = ExitStack()
         self._waiting: list[_Running] = []  # passes whose gradients are to come
+        self._in_backward: _Running | None = None  # the pass that gradients of parameters belong to
         self._count = 0  # passes of this step
         self._stepping: Any = None  # the optimizer whose steps count
         self._writer = _Writer(path)
@@ -210,11 +213,9 @@ class Recorder:
         self._depth += 1
         if self._current is not None:
             self._current.watch.enter_module(module, args)
-            if is_of_te(type(module)):
+            if any(map(is_of_te, type(module).__mro__)):  # FSDP derives a class from a module's
                 self._note_recipe(self._current, module)
         elif self.step in self._steps and self._is_root(module):
-            for one in self._waiting:  # the next pass's gradients are not to be added
-                one.hooks.close()
             if self._count < self._passes:
                 self._begin_pass(module)
             self._count += 1
@@ -228,10 +229,15 @@ class Recorder:
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, returned: Any = None) -> None:
         """End a call of a module; if it raised, PyTorch gives no keyword arguments."""
+        is_left_out = self._waiting and self._current is None and self._is_root(module)
         self._depth -= 1
+        if is_left_out:
+            self._watch_backward(None, named_outputs(returned))
         if self._current is None:
             return
         self._current.watch.leave_module(module, args, returned)
+        if hasattr(module, "unshard"):  # it is FSDP's
+            self._keep_parameters(self._current)
         if module is self._current.root:
             one, self._current = self._current, None
             self._watching.close()
@@ -251,27 +257,13 @@ class Recorder:
 
     def _begin_pass(self, root: nn.Module) -> None:
         prefix = _prefix_of(root)
-        names = {name: name.removeprefix(prefix) for name, _ in root.named_parameters()}
-        sharded = next((name for name, x in root.named_parameters() if hasattr(x, "full_tensor")), None)
-        if sharded is not None:
-            raise UserError(
-                f"{sharded} is divided by FSDP, which parity.recording cannot gather: record a training whose ranks "
-                "hold whole parameters, or their tensor parallel parts"
-            )
-        # A parameter may be quantized, and the optimizer will change it.
-        weights = {
-            names[name]: dequantized_tensor(x.detach()).to("cpu", copy=True) for name, x in root.named_parameters()
-        }
         device = next(root.parameters()).device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         keeps = cache(partial(_is_inside, self._patterns, prefix))
-        watch = Watch({name: (own,) for name, own in names.items()}, keeps)
-        one = _Running(self._count, root, prefix, watch, weights, autocast.removeprefix("torch."), root.training)
+        watch = Watch({path: (path.removeprefix(prefix),) for path, _ in root.named_parameters()}, keeps)
+        one = _Running(self._count, root, prefix, watch, autocast.removeprefix("torch."), root.training)
         one.paths = {id(part): path.removeprefix(prefix) for path, part in root.named_modules()}
-        for name, x in root.named_parameters():
-            if x.requires_grad and x.is_leaf and torch.is_grad_enabled() and not hasattr(x, "main_grad"):
-                keep = partial(one.keep_gradient, key_of("gradient of weight", names[name]))
-                one.hooks.callback(x.register_hook(keep).remove)
+        self._keep_parameters(one)
         self._current = one
         # Hooks that came and went with each pass would change PyTorch's list of hooks while it goes through it.
         self._watching.enter_context(watch.following(root))
@@ -302,9 +294,45 @@ class Recorder:
             one.outputs[name] = x.detach().to("cpu", copy=True)
             if x.requires_grad:
                 x.register_hook(partial(one.keep_gradient, key_of("gradient of output", name)))
+        self._watch_backward(one, outputs)
+
+    def _keep_parameters(self, one: _Running) -> None:
+        """Keep those that are whole now: FSDP gathers a parameter only while a module of its group runs."""
+        for path, x in one.root.named_parameters():
+            name = path.removeprefix(one.prefix)
+            if name in one.weights or hasattr(x, "full_tensor"):
+                continue
+            # A parameter may be quantized, and the optimizer will change it.
+            one.weights[name] = dequantized_tensor(x.detach()).to("cpu", copy=True)
+            if x.requires_grad and x.is_leaf:
+                one.hooks.callback(x.register_hook(partial(self._keep_weight_gradient, one, name, x)).remove)
+
+    def _watch_backward(self, one: _Running | None, outputs: Mapping[str, Tensor]) -> None:
+        """Let gradients of parameters belong to the pass whose outputs got theirs last: several may be on their way."""
+
+        def begin(gradient: Tensor) -> None:
+            if one is not None and one is not self._in_backward:
+                held = {path: getattr(x, "main_grad", None) for path, x in one.root.named_parameters()}
+                one.before = {path.removeprefix(one.prefix): x.clone() for path, x in held.items() if x is not None}
+            self._in_backward = one
+
+        for x in outputs.values():
+            if x.requires_grad:
+                x.register_hook(begin)
+
+    def _keep_weight_gradient(self, one: _Running, name: str, parameter: Any, gradient: Tensor | None) -> None:
+        """Keep the gradient of a parameter, or what TE has just added to its ``main_grad`` in its place."""
+        key = key_of("gradient of weight", name)
+        if self._in_backward is not one:
+            return
+        if name in one.before and (gradient is None or getattr(parameter, "grad_added_to_main_grad", False)):
+            overwrites = getattr(parameter, "overwrite_main_grad", False)
+            one.gradients[key] = parameter.main_grad - (0.0 if overwrites else one.before[name])
+        elif gradient is not None:
+            one.keep_gradient(key, gradient)
 
     def _finish_passes(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._in_backward = self._waiting, [], None
         for one in waiting:
             one.hooks.close()
             if one.outputs:
@@ -324,9 +352,7 @@ class Recorder:
         trained = {name.removeprefix(one.prefix) for name, x in one.root.named_parameters() if x.requires_grad}
         reached = {name for name in trained if key_of("gradient of weight", name) in tensors}
         if trained and not reached and any(key.startswith("gradient of output") for key in tensors):
-            one.notes.append(
-                "no gradient of a parameter was recorded: they are added to main_grad, or came after another pass began"
-            )
+            one.notes.append("no gradient of a parameter was recorded")
         index = RecordedPass(
             run=self._run,
             rank=self._rank,
@@ -334,7 +360,7 @@ class Recorder:
             step=self.step,
             number=one.number,
             root=type(one.root).__name__,
-            dtypes=dict(Counter(str(x.dtype).removeprefix("torch.") for x in one.root.parameters())),
+            dtypes=dict(Counter(str(x.dtype).removeprefix("torch.") for x in one.weights.values())),
             autocast=one.autocast,
             recipes=one.recipes,
             is_training=one.is_training,

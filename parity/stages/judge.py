@@ -157,20 +157,32 @@ def _judge_end(
 ) -> Judged:
     """Judge what the candidate has at the end of a stage."""
     is_wide = match.watched.tensor.dtype is torch.float32
-    least = _LEAST_IN_FP32 if is_wide and rounding.storage is not torch.float32 else _least_of(rounding)
+    least = least_of(rounding, is_wide)
     models = [x.double() if is_wide else rounding.store_part(x.float()).double() for x in modelled]
     rows = graph.read.get(match.value.number, torch.tensor(True))
     mine, exact, *models = (torch.where(rows, x.double(), 0.0) for x in (match.end, exact, *models))
-    return replace(_measure_error(stage, mine, exact, models, least), exact=exact)
+    return replace(measure_error(stage, mine, exact, models, least), exact=exact)
 
 
-def _least_of(rounding: Rounding) -> float:
+def least_of(rounding: Rounding, is_wide: bool = False) -> float:
+    """Return the least error that is expected of a result, which is in FP32 if it is wide."""
+    if is_wide and rounding.storage is not torch.float32:
+        return _LEAST_IN_FP32
     # An FP32 GEMM may multiply in TF32, whose roundoff is FP16's.
     dtype = torch.float16 if rounding.storage is torch.float32 else rounding.storage
     return _LEAST * torch.finfo(dtype).eps / 2.0
 
 
-def _measure_error(stage: Stage, mine: Tensor, exact: Tensor, models: Sequence[Tensor], least: float) -> Judged:
+def measure_error(stage: Stage, mine: Tensor, exact: Tensor, models: Sequence[Tensor], least: float) -> Judged:
+    """Return the error at a stage's end.
+
+    Args:
+        stage: the stage.
+        mine: what the candidate has.
+        exact: what it should have, in FP64.
+        models: what faithful kernels may have instead.
+        least: the least relative error that is expected.
+    """
     size = torch.linalg.vector_norm(exact).item()
     if size == 0.0:
         return Judged(stage, 0.0 if not mine.any() else math.inf, least)
@@ -215,7 +227,7 @@ def _count_effective(x: Tensor) -> float:
 def _judge_backward(
     passes: _Passes, exact: _Forced, modelled: Sequence[_Forced], candidate: Tensors, rounding: Rounding
 ) -> Iterator[Judged]:
-    graph, least = passes.graph, _least_of(rounding)
+    graph, least = passes.graph, least_of(rounding)
     trained = {name for name, x in passes.prepared.reference.named_parameters() if x.requires_grad}
     has_inputs = any(kind == "input gradient" for kind, _ in exact.leaf_gradients)
     # A gradient goes on through a match that is no cut.
@@ -239,7 +251,7 @@ def _judge_backward(
             # What a mask or a ReLU makes zero may have any gradient there: it goes no further.
             passed_on = exact.ends[number] != 0.0
             mine, gradient, *stored = (torch.where(passed_on, x.double(), 0.0) for x in (mine, gradient, *stored))
-            yield _measure_error(stage, mine, gradient, stored, least)
+            yield measure_error(stage, mine, gradient, stored, least)
     leaves = _find_leaves(passes.prepared, graph)
     for key, gradient in exact.leaf_gradients.items():
         mine = candidate.get(key)
@@ -249,7 +261,7 @@ def _judge_backward(
         kind, name = key
         stage = Stage(calls[0].site, calls, (), "weights", f"{kind} {name}", backward=True, parameter=name)
         stored = [rounding.store_part(one.leaf_gradients[key].float()).double() for one in modelled]
-        yield _measure_error(stage, mine.double(), gradient.double(), stored, least)
+        yield measure_error(stage, mine.double(), gradient.double(), stored, least)
 
 
 def _find_leaves(prepared: Prepared, graph: Graph) -> dict[tuple[Kind, str], Value]:

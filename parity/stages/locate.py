@@ -67,7 +67,7 @@ def is_flagged(one: Judged) -> bool:
 
 
 def judge_stages(request: Request, prepared: Prepared, freedoms: Sequence[Freedom] = (FUSED, UNFUSED)) -> Stages:
-    """Run the candidate once, watched, and judge every stage of its pass.
+    """Run the candidate once, watched, and judge every stage of its pass; of a pass that was made already, only once.
 
     Args:
         request: the comparison.
@@ -77,8 +77,13 @@ def judge_stages(request: Request, prepared: Prepared, freedoms: Sequence[Freedo
     Raises:
         Misfit: if the reference cannot be computed stage by stage: it trains itself, or makes other calls each time.
     """
+    made = request.candidate_run
+    known = {} if made is None else made.stages
+    key = prepared, tuple(freedoms)
     try:
-        return _watch_and_judge(request, prepared, freedoms)
+        if key not in known:
+            known[key] = _watch_and_judge(request, prepared, freedoms)
+        return known[key]
     except Exception as error:  # the reference's code may raise anything on values that it does not expect
         if isinstance(error, OutOfTime) or classify(error):
             raise

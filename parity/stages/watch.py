@@ -79,7 +79,6 @@ class Watch(TorchFunctionMode):
         self._keeps = keeps
         self.seen: list[Watched] = []
         self._theirs = theirs
-        self._names: dict[int, str] = {}
         self._paths: dict[int, str] = {}
         self._inside = 0  # how many calls of TE are running, one within the other
         self._running: list[str] = []  # the paths of the submodules that are running
@@ -87,6 +86,7 @@ class Watch(TorchFunctionMode):
 
     def _forget_pass(self) -> None:
         self.seen = []
+        self._names: dict[int, str] = {}
         self._known: dict[int, Watched] = {}
         self._kept: set[Watched] = set()  # values whose gradients are kept
         self._lineages: dict[int, tuple[frozenset[str], bool]] = {}
@@ -110,8 +110,9 @@ class Watch(TorchFunctionMode):
     def following(self, candidate: nn.Module) -> Iterator[None]:
         """Do the same as ``watching``, but let the caller say when a module is entered and left."""
         self._forget_pass()
-        self._names = {id(x): name for name, x in candidate.named_parameters()}
-        self._alive += [*candidate.parameters(), *candidate.buffers()]
+        self._candidate = candidate
+        self._name_parameters()
+        self._alive += candidate.buffers()
         for x in candidate.buffers():
             self._lineages[id(x)] = frozenset(), False
         self._paths = {id(module): path for path, module in candidate.named_modules()}
@@ -121,6 +122,10 @@ class Watch(TorchFunctionMode):
         finally:
             self._inside = 0
             self._running.clear()
+
+    def _name_parameters(self) -> None:
+        self._names |= {id(x): name for name, x in self._candidate.named_parameters()}
+        self._alive += self._candidate.parameters()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -184,6 +189,8 @@ class Watch(TorchFunctionMode):
             self._note_values(name, tensors_in(given), tensors_in(returned), is_result)
 
     def _note_values(self, name: str, given: list[Tensor], returned: list[Tensor], is_result: bool) -> None:
+        if any(isinstance(x, nn.Parameter) and id(x) not in self._names for x in given):
+            self._name_parameters()  # FSDP puts others in their places while a module runs
         marks = [self._lineage_of(x) for x in given]
         lineage = frozenset[str]().union(*(of for of, _ in marks))
         from_input = any(one for _, one in marks)

@@ -87,7 +87,7 @@ def port(te: ModuleType, mistake: str = "", layers: int = LAYERS) -> Model:
     return Model([*(Port(te) for _ in range(layers - 1)), Port(te, mistake)])
 
 
-@parity.pair("model", sizes=[dict(batch=4, seq=16, layers=LAYERS), dict(batch=4, seq=16, layers=3)])
+@parity.pair("model", sizes=[dict(batch=4, seq=16, layers=count) for count in (LAYERS, 3, 1)])
 def model(te: ModuleType, layers: int, **_: Any) -> parity.Pair:
     own = {
         "attn_norm.weight": "attn.layernorm_qkv.layer_norm_weight",

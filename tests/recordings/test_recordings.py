@@ -245,6 +245,118 @@ def test_each_data_parallel_rank_records_its_own_batch(tmp_path: Path):
         folder.read(tmp_path)
 
 
+def train_sharded(path: str, by: str) -> None:
+    """Train with FSDP2, which gathers the parameters of each layer, or of each of TE's modules, while it runs."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    module = ported(dtype=torch.float32)
+    options = dict(mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    parts = module.layers if by == "layer" else [x for x in module.modules() if x._parameters]
+    for part in (*parts, module):
+        fully_shard(part, **options)
+    torch.manual_seed(distributed.get_rank())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    with parity.recording(path, steps=[1]):
+        for _ in range(2):
+            with autocast("Float8CurrentScaling" if by == "module" else ""):
+                x = module(torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16))
+            x.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("by", ["layer", "module"])
+def test_each_rank_of_fsdp_records_whole_parameters_and_its_own_gradients(by: str, tmp_path: Path):
+    launch(train_sharded, 2, [str(tmp_path), by], timeout=300.0)
+    found = [judge(one) for one in folder.read(tmp_path)]
+    assert [one.precision for one in found] == ["bf16" if by == "layer" else "fp8_current"] * 2
+    assert all(is_right(one) for one in found), [one.result for one in found]
+    assert all(sum(stage.stage.evidence == "weights" for stage in one.stages.all) > 8 for one in found if one.stages)
+
+
+def average(parameter: Any) -> None:
+    """Do what a wrapper does that averages gradients over ranks as they come."""
+    parameter.main_grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("recipe", ["", "Float8CurrentScaling"])
+def test_what_te_adds_to_main_grad_is_judged_and_not_what_a_wrapper_makes_of_it(recipe: str, tmp_path: Path):
+    module = ported()
+    for part in module.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = True
+            part.weight.main_grad = torch.ones(part.weight.shape)  # an earlier micro-batch's
+            part.weight.grad_added_to_main_grad = False  # as Megatron has it; TE then returns a tensor of anything
+            part.weight.register_post_accumulate_grad_hook(average)
+    del module.layers[0].up.weight.grad_added_to_main_grad  # otherwise it returns no gradient
+    stored = train(tmp_path, module, recipe=recipe, micro_batches=2, passes=2, count=1)
+    assert all(not one.index.unreached for one in stored)
+    assert all(one.tensor("gradient of weight", "layers.0.up.weight").dtype == torch.float32 for one in stored)
+    found = [judge(one) for one in stored]
+    assert all(is_right(one) and not one.notes for one in found), [one.result for one in found]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_gradients_of_several_passes_on_their_way_are_each_their_own(is_fused: bool, passes: int, tmp_path: Path):
+    module = ported()
+    for part in module.modules():
+        if is_fused and hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation, part.weight.main_grad = True, torch.ones(part.weight.shape)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    with parity.recording(tmp_path, passes=passes):
+        outputs = [module(torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16)) for _ in range(3)]
+        for one in (outputs[2], outputs[0], outputs[1]):
+            one.float().square().mean().backward()
+        optimizer.step()
+    found = [judge(one) for one in folder.read(tmp_path)]
+    assert len(found) == passes
+    assert all(is_right(one) and not one.notes for one in found), [one.result for one in found]
+
+
+def train_in_pipeline(path: str, mistake: str) -> None:
+    """Train two stages of one layer each: all micro-batches forward, then all backward."""
+    from torch import distributed
+
+    rank = distributed.get_rank()
+    torch.manual_seed(rank)
+    stage = pairs.port(KERNELS.te, mistake if rank else "", layers=1).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
+    shape = 4, 16, pairs.WIDTH
+    with parity.recording(path, passes=2):
+        given, returned = [], []
+        for _ in range(2):
+            x = torch.randn(shape).bfloat16()
+            if rank:
+                distributed.recv(x, 0)
+                x.requires_grad_()
+            given.append(x)
+            returned.append(stage(x))
+            if not rank:
+                distributed.send(returned[-1].detach(), 1)
+        for x, y in zip(given, returned, strict=True):
+            gradient = torch.empty_like(y)
+            if rank:
+                y.float().square().mean().backward()
+                distributed.send(x.grad, 0)
+            else:
+                distributed.recv(gradient, 1)
+                y.backward(gradient)
+        optimizer.step()
+
+
+def test_each_stage_of_a_pipeline_is_judged_by_its_own_pair(tmp_path: Path):
+    launch(train_in_pipeline, 2, [str(tmp_path), "norm"], timeout=300.0)
+    for rank in (0, 1):
+        code, told = run(
+            "judge", str(tmp_path), "--reference", TARGET, "--size", "2", "--rank", str(rank), "--diagnosis", "1"
+        )
+        assert code == rank, told
+        assert f"pass 1 of step 0 on rank {rank} at bf16: {'failed' if rank else 'passed'}" in told
+
+
 def train_divided(path: str, mistake: str, sequence_parallel: bool, recipe: str) -> None:
     """Train layers whose weights two ranks divide, from the same weights as one process has."""
     from torch import distributed
