@@ -251,7 +251,7 @@ def suggest_map(
 def convert(
     target: Annotated[str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.")],
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="*.safetensors, *.index.json, a file of torch.save, or their folder.")
+        Path, typer.Argument(metavar="SRC", help="*.safetensors, *.index.json, a file of torch.save, or a folder.")
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="*.safetensors, or a new folder.")],
     to: Annotated[str, typer.Option(help="te, or reference for the way back.")] = "te",
@@ -266,10 +266,13 @@ def convert(
     ] = None,
     te_prefix: Annotated[list[str] | None, typer.Option(help="The same for TE's checkpoint.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help='Keys to leave out: "*.inv_freq"; repeatable.')] = None,
-    within: Annotated[str, typer.Option(help="The entry that holds the model in a file of torch.save: model.")] = "",
+    within: Annotated[str, typer.Option(help="The entry that holds the model, if not all of SRC does: model.")] = "",
     shard_size: Annotated[
         str, typer.Option(help="Write a folder of files of at most this size, with their index: 5GB, 500MiB.")
     ] = "",
+    form: Annotated[
+        str, typer.Option("--format", help="safetensors, or dcp for a new folder of torch.distributed.checkpoint.")
+    ] = "safetensors",
     backend: BackendName = "auto",
 ) -> None:
     """Convert a checkpoint to TE's layout by a pair's weight map, or back; nothing is written unless all of it fits."""
@@ -278,7 +281,8 @@ def convert(
     print(
         conversion.convert(
             *(target, source, destination, to, dtype, size),
-            *(prefix or (), te_prefix or (), ignore or (), within, shard_size, backend),
+            *(prefix or (), te_prefix or (), ignore or ()),
+            *(within, shard_size, form, backend),
         )
     )
 
