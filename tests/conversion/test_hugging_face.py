@@ -64,6 +64,15 @@ def test_a_file_in_which_gate_and_up_are_exchanged_fails_and_is_told(example, fi
     assert name in result.findings[0].message
 
 
+def test_the_converted_file_is_proven_layer_by_layer(example, files):
+    arguments = [str(files / "original"), str(files / "te.safetensors"), "--port", str(FILE), "--size", "layers=3"]
+    ended = CliRunner().invoke(app, ["prove", *arguments, "-q"], catch_exceptions=False)
+    assert ended.exit_code == 0
+    page = (ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8")
+    for block in ("model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head"):
+        assert all(re.search(rf"^    {block} ", text, re.MULTILINE) for text in (ended.stdout, page))
+
+
 def test_the_way_back_gives_every_bit_of_the_original(files):
     assert len(list((files / "original").glob("*.safetensors"))) > 1
     original, back = checkpoint.read(files / "original"), load_file(files / "back.safetensors")
