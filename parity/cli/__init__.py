@@ -309,7 +309,7 @@ def prove(
     prefix: Annotated[list[str] | None, typer.Option(help="As for parity convert.")] = None,
     te_prefix: Annotated[list[str] | None, typer.Option(help="As for parity convert.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="As for parity convert.")] = None,
-    within: Annotated[str, typer.Option(help="As for parity convert.")] = "",
+    within: Annotated[str, typer.Option(help="The entry of SRC that holds the model, if not all of it does.")] = "",
     diagnosis: Annotated[float, typer.Option(min=0.0, help="Seconds for the first cause, 0 for no limit.")] = 30.0,
     backend: BackendName = "auto",
 ) -> None:

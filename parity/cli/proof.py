@@ -26,7 +26,7 @@ from parity.report.record import Item
 from parity.te import PRECISIONS, why_refused
 from parity.user_error import UserError
 from parity.weights.conversion import checkpoint
-from parity.weights.conversion.conversion import planned_conversion
+from parity.weights.conversion.conversion import Direction, planned_conversion
 
 _HEADERS = ("", "block", "inherited", "expected", "added", "expected", "margin")
 
@@ -56,7 +56,8 @@ def prove_checkpoint(
         size: as for ``parity convert``.
         ids: a file of token ids; None for the text's, or else those of the pair's own inputs.
         text: a file of text, for the tokenizer in ``source``.
-        prefix, te_prefix, ignore, within: as for ``parity convert``.
+        prefix, te_prefix, ignore: as for ``parity convert``.
+        within: the entry of ``source`` that holds the model; empty for all of it.
         seconds: how long the search for the first wrong block's cause may take, 0 for no limit.
         backend: ``auto``, ``gpu`` or ``cpu``.
 
@@ -71,12 +72,12 @@ def prove_checkpoint(
         raise UserError(f"-p {precision} scales by earlier passes, of which a proof has none; try fp8_current")
     chosen = {**case.sizes[0], **(parse_size(case, size) or {})}
 
-    def read(path: Path, to: Any) -> Mapping[str, Tensor]:
+    def read(path: Path, to: Direction, within: str = "") -> Mapping[str, Tensor]:
         old = checkpoint.read(path, within)
         named = prefix, te_prefix, ignore
         return planned_conversion(case, old, to, chosen, None, *named, copy=False, backend=parse_backend(backend)).given
 
-    weights = read(source, "te"), None if converted is None else read(converted, "reference")
+    weights = read(source, "te", within), None if converted is None else read(converted, "reference")
     pair = with_buffers_alone(case, kernels.te, chosen)
     inputs = draw_inputs(pair, chosen, Rng(0))
     if ids is not None or text is not None:

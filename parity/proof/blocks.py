@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from parity.case.map_check import other_names
 from parity.user_error import UserError
@@ -92,9 +92,12 @@ class Blocks:
             instead: what calls of blocks return without being made.
         """
         calls: dict[Key, Call] = {}
+        beside: list[Tensor] = []  # what blocks have returned besides that
 
         def called(path: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             key, given = (path, sum(other == path for other, _ in calls)), (args, kwargs)
+            if any(leaf is other for leaf in tree_leaves(given) for other in beside):
+                raise UserError(f"{path} is given several values that another block returned; a proof follows only one")
             reads = stream_of(given).detach().clone()
             reads = store(reads) if reads.is_floating_point() else reads
             if isinstance(part, nn.Embedding) and not reads.is_floating_point() and reads.max() >= part.num_embeddings:
@@ -106,9 +109,10 @@ class Blocks:
                 leaf = reads.clone().requires_grad_(reads.is_floating_point() and torch.is_grad_enabled())
                 with self._filled(part, path, dtype, stored) as parameters, alone(parameters):
                     args, kwargs = with_stream(given, leaf.clone())
-                    returned = forward(*args, **kwargs)
-                returned = with_stream(returned, store(stream_of(returned).detach()))
+                    returned = tree_map_only(Tensor, Tensor.detach, forward(*args, **kwargs))
+                returned = with_stream(returned, store(stream_of(returned)))
             calls[key] = Call(given, returned, reads)
+            beside.extend(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor))
             return with_stream(returned, stream_of(returned).clone())  # since others may write to it
 
         with ExitStack() as stack:

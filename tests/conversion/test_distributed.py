@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from typer.testing import CliRunner
 
 from parity.case import registry
@@ -69,6 +71,23 @@ def test_there_and_back_restores_every_bit(pair, tmp_path):
     found = {name: torch.empty_like(x) for name, x in given.items()}
     dcp.load(found, checkpoint_id=back, no_dist=True)
     assert all(torch.equal(found[name], x) for name, x in given.items())
+
+
+def save_a_half(rank: int, folder: Path, given: dict[str, torch.Tensor]) -> None:
+    """Save a checkpoint of which each of two ranks has half of every tensor's rows."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    dcp.save({name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in given.items()}, checkpoint_id=folder)
+    torch.distributed.destroy_process_group()
+
+
+def test_what_two_ranks_saved_is_put_together(tmp_path):
+    given = weights()
+    torch.multiprocessing.spawn(save_a_half, (tmp_path / "source", given), nprocs=2)
+    assert len(list((tmp_path / "source").glob("*.distcp"))) == 2
+    read = checkpoint.read(tmp_path / "source")
+    assert read.keys() == given.keys()
+    assert all(torch.equal(read[name].detach(), x) for name, x in given.items())
 
 
 def test_a_tensor_is_read_when_it_is_computed_with(tmp_path):

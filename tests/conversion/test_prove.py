@@ -85,10 +85,12 @@ PAIR = """
         heads = nn.Linear(hidden, 64, bias=False), te.Linear(hidden, 64, bias=False)
         return parity.Pair(
             Model([Block(hidden) for _ in range(layers)], hidden, heads[0], 3.0, False, tied),
-            Model([port(i) for i in range(layers)], hidden, heads[1], scale, turned, tied),
+            Model([port(i) for i in range(layers)], hidden, heads[1], scale, turned, tied is True),
             lambda rng: rng.integers(3, 8, high=64),
             {
-                "embedding.weight": "embedding.weight",
+                "embedding.weight": parity.copies("embedding.weight", "head.weight")
+                if tied == "here"
+                else "embedding.weight",
                 **parity.under(BLOCK, "blocks.{i}."),
                 **({} if tied else {"head.weight": "head.weight"}),
             },
@@ -151,11 +153,10 @@ def test_a_right_port_is_proven(pair, precision, converted):
     assert "perplexity" in ended.stdout
 
 
-@pytest.mark.parametrize("size", ["turned=True", "tied=True"])
+@pytest.mark.parametrize("size", [dict(turned=True), dict(tied=True), dict(tied="here")], ids=str)
 def test_tokens_before_batches_and_tied_heads_are_right(pair, size):
-    name, _, value = size.partition("=")
-    files = write_checkpoints(pair, **{name: value == "True"})
-    ended = prove(pair, *files.values(), size=f"layers=3,{size}")
+    files = write_checkpoints(pair, **size)
+    ended = prove(pair, *files.values(), size=",".join(["layers=3", *(f"{name}={x!r}" for name, x in size.items())]))
     assert ended.exit_code == 0, ended.output
     assert list(rows_of(ended)) == BLOCKS
 
@@ -258,6 +259,29 @@ def test_only_the_running_block_has_its_parameters_in_memory():
     assert all(x.is_meta for x in model.parameters())
     model.to_empty(device="cpu").load_state_dict(tensors)
     assert torch.equal(returned, model(torch.ones(1, 4)))
+
+
+def test_blocks_that_hand_over_several_values_are_refused():
+    class Block(nn.Linear):
+        def forward(self, x, residual):
+            return super().forward(x), x + residual
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            residual = torch.zeros(())
+            for block in self.blocks:
+                x, residual = block(x, residual)
+            return x + residual
+
+    model = Model().to("meta")
+    tensors = {name: torch.randn(x.shape) for name, x in model.named_parameters()}
+    blocks = Blocks(model, lambda names: tensors, torch.device("cpu"))
+    with torch.no_grad(), pytest.raises(UserError, match=r"blocks.1 is given several values"):
+        blocks.run(lambda module: module(torch.ones(1, 4)), torch.float32)
 
 
 def test_delayed_scaling_is_refused(pair):
