@@ -313,6 +313,8 @@ def with_buffers_alone(case: Case, te: ModuleType, size: Size) -> Pair:
     """
 
     def forget(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.is_meta:  # tied to one that was registered before
+            return parameter
         return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=_META), parameter.requires_grad)
 
     with located(case, size), undisturbed():

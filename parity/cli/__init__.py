@@ -274,7 +274,7 @@ def suggest_map(
 def convert(
     target: Annotated[str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.")],
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="*.safetensors, *.index.json, a file of torch.save, or their folder.")
+        Path, typer.Argument(metavar="SRC", help="*.safetensors, *.index.json, a file of torch.save, or a folder.")
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="*.safetensors, or a new folder.")],
     to: Annotated[str, typer.Option(help="te, or reference for the way back.")] = "te",
@@ -289,10 +289,13 @@ def convert(
     ] = None,
     te_prefix: Annotated[list[str] | None, typer.Option(help="The same for TE's checkpoint.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help='Keys to leave out: "*.inv_freq"; repeatable.')] = None,
-    within: Annotated[str, typer.Option(help="The entry that holds the model in a file of torch.save: model.")] = "",
+    within: Annotated[str, typer.Option(help="The entry that holds the model, if not all of SRC does: model.")] = "",
     shard_size: Annotated[
         str, typer.Option(help="Write a folder of files of at most this size, with their index: 5GB, 500MiB.")
     ] = "",
+    form: Annotated[
+        str, typer.Option("--format", help="safetensors, or dcp for a new folder of torch.distributed.checkpoint.")
+    ] = "safetensors",
     backend: BackendName = "auto",
 ) -> None:
     """Convert a checkpoint to TE's layout by a pair's weight map, or back; nothing is written unless all of it fits."""
@@ -301,9 +304,44 @@ def convert(
     print(
         conversion.convert(
             *(target, source, destination, to, dtype, size),
-            *(prefix or (), te_prefix or (), ignore or (), within, shard_size, backend),
+            *(prefix or (), te_prefix or (), ignore or ()),
+            *(within, shard_size, form, backend),
         )
     )
+
+
+@add_command(
+    app,
+    "parity prove path/to/llama te --port my_pairs.py::llama --size layers=32,hidden=4096",
+    "parity prove path/to/llama --port my_pairs.py::llama -p fp8_current --text page.txt",
+)
+def prove(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The reference's checkpoint, as for parity convert.")],
+    converted: Annotated[
+        Path | None, typer.Argument(metavar="[DST]", help="TE's; by default SRC is converted by the pair's map.")
+    ] = None,
+    port: Annotated[
+        str, typer.Option("--port", help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
+    ] = ...,  # type: ignore[assignment]
+    precision: Annotated[
+        str, typer.Option("-p", "--precision", help="bf16, ...", autocompletion=shared.precisions)
+    ] = "bf16",
+    size: Annotated[str, typer.Option(help="The pair's arguments for this checkpoint: layers=32,hidden=4096.")] = "",
+    ids: Annotated[Path | None, typer.Option(help="Token ids: *.pt, *.json, or a text with a row per line.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A text, for the tokenizer in SRC.")] = None,
+    prefix: Annotated[list[str] | None, typer.Option(help="As for parity convert.")] = None,
+    te_prefix: Annotated[list[str] | None, typer.Option(help="As for parity convert.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="As for parity convert.")] = None,
+    within: Annotated[str, typer.Option(help="The entry of SRC that holds the model, if not all of it does.")] = "",
+    diagnosis: Annotated[float, typer.Option(min=0.0, help="Seconds for the first cause, 0 for no limit.")] = 30.0,
+    backend: BackendName = "auto",
+) -> None:
+    """Prove a port on a checkpoint's own weights, one layer in memory at a time. The exit code is 1 if one is wrong."""
+    from parity.cli import proof
+
+    named = prefix or (), te_prefix or (), ignore or (), within
+    is_right = proof.prove_checkpoint(source, converted, port, precision, size, ids, text, *named, diagnosis, backend)
+    raise typer.Exit(0 if is_right else 1)
 
 
 @add_command(

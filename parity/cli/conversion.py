@@ -24,6 +24,7 @@ from parity.weights.conversion import checkpoint
 from parity.weights.conversion.conversion import Direction, planned_conversion
 from parity.weights.conversion.plan import Plan
 
+FORMATS = ("safetensors", "dcp")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,6 +40,7 @@ def convert(
     ignore: Sequence[str],
     within: str,
     shard_size: str,
+    form: str,
     backend: str,
 ) -> str:
     """Convert one checkpoint, and return the text to print about it.
@@ -46,13 +48,14 @@ def convert(
     Args:
         target: ``my_pairs.py::my_model``, or only the file if it declares one pair.
         source: a path that ``checkpoint.read`` can read.
-        destination: a safetensors file or, with ``shard_size``, a folder.
+        destination: a safetensors file or, with ``shard_size`` or as ``dcp``, a folder.
         to: ``te`` or ``reference``.
         dtype: a key of ``DTYPES``; empty for the dtypes of the source.
-        size: see ``_parse_size``.
+        size: see ``parse_size``.
         prefix, te_prefix, ignore: as for ``parity.convert``.
-        within: the entry of a ``torch.save`` file that holds the model; empty for the whole file.
+        within: the entry that holds the model, see ``checkpoint.read``; empty for all of the source.
         shard_size: the largest size of a file, such as ``5GB``; empty for a single file.
+        form: ``safetensors``, or ``dcp`` for a folder of ``torch.distributed.checkpoint``.
         backend: ``auto``, ``gpu`` or ``cpu``.
 
     Raises:
@@ -61,15 +64,22 @@ def convert(
     sources = [source, *checkpoint.files_of(source)]
     beside = checkpoint.files_beside(source)
     largest = _parse_shard_size(shard_size)
-    if largest is None:
+    if form not in FORMATS:
+        raise UserError(f"--format is {form!r}, but must be one of {', '.join(FORMATS)}")
+    in_folder = largest is not None or form == "dcp"
+    if largest is not None and form == "dcp":
+        raise UserError("--shard-size is for safetensors; torch.distributed.checkpoint divides files by itself")
+    if not in_folder:
         if destination.suffix != checkpoint.SAFETENSORS:
             raise UserError(
                 f"{destination} should end in {checkpoint.SAFETENSORS}, the format that is written; "
-                "for a folder with several files and an index, add --shard-size 5GB"
+                "for a folder with several files and an index, add --shard-size 5GB, and for one of "
+                "torch.distributed.checkpoint --format dcp"
             )
         check_file(destination, "DST")
     elif destination.suffix == checkpoint.SAFETENSORS:
-        raise UserError(f"with --shard-size, DST is a folder for the files and their index, not {destination}")
+        option = "--format dcp" if largest is None else "--shard-size"
+        raise UserError(f"with {option}, DST is a folder for the files and their index, not {destination}")
     if destination.exists() and any(os.path.exists(file) and destination.samefile(file) for file in sources):
         raise UserError(f"{destination} would replace its source; name another file")
     if to not in get_args(Direction):
@@ -82,7 +92,7 @@ def convert(
         case,
         old,
         cast(Direction, to),
-        _parse_size(case, size),
+        parse_size(case, size),
         DTYPES.get(dtype),
         prefix,
         te_prefix,
@@ -91,10 +101,12 @@ def convert(
         backend=parse_backend(backend),
         once=to == "reference",
     )
-    folder = destination if largest else destination.parent
+    folder = destination if in_folder else destination.parent
     is_new = not folder.exists() or not any(folder.iterdir())
     with files.ending_by_signals(), checkpoint.told_if_unwritten(folder):
-        if largest is None:
+        if form == "dcp":
+            where, written = str(destination), checkpoint.write_folder(destination, plan)
+        elif largest is None:
             where, written = str(destination), [checkpoint.write(destination, plan)]
         else:
             written = checkpoint.write_shards(destination, plan, largest)
@@ -145,7 +157,7 @@ def _describe_conversion(where: str, plan: Plan, written: int, copied: str, besi
     return "\n".join(lines)
 
 
-def _parse_size(case: Case, text: str) -> Mapping[str, Any] | None:
+def parse_size(case: Case, text: str) -> Mapping[str, Any] | None:
     """Read a size such as ``hidden=4096,heads=32``, or the number, from 0, of one of the case's sizes.
 
     Returns:

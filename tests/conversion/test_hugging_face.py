@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,30 @@ def test_a_file_in_which_gate_and_up_are_exchanged_fails_and_is_told(example, fi
     assert result.status == "failed"
     assert result.findings[0].code == "PAR112"
     assert name in result.findings[0].message
+
+
+def test_the_converted_file_is_proven_layer_by_layer(example, files):
+    arguments = [str(files / "original"), str(files / "te.safetensors"), "--port", str(FILE), "--size", "layers=3"]
+    ended = CliRunner().invoke(app, ["prove", *arguments, "-q"], catch_exceptions=False)
+    assert ended.exit_code == 0
+    page = (ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8")
+    for block in ("model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head"):
+        assert all(re.search(rf"^    {block} ", text, re.MULTILINE) for text in (ended.stdout, page))
+
+
+def test_a_text_is_read_by_the_model_s_tokenizer(files, tmp_path):
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 7, "b": 250, "?": 0}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    (tmp_path / "page.txt").write_text("a b a a b c")
+    arguments = ["--port", str(FILE), "--size", "layers=3", "--text", str(tmp_path / "page.txt"), "-q"]
+    ended = CliRunner().invoke(app, ["prove", str(files / "original"), *arguments])
+    assert "--text needs the tokenizer in" in str(ended.exception)
+    copied = shutil.copytree(files / "original", tmp_path / "with_tokenizer")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(copied)
+    ended = CliRunner().invoke(app, ["prove", str(copied), *arguments])
+    assert ended.exit_code == 0, ended.exception
+    assert "6 of 6 blocks" in ended.stdout
 
 
 def test_the_way_back_gives_every_bit_of_the_original(files):

@@ -21,6 +21,7 @@ from parity.machine import files
 from parity.progress import Following, followed
 from parity.shown import one_line
 from parity.user_error import UserError
+from parity.weights.conversion.distributed import DATA, METADATA, read_distributed, write_distributed
 from parity.weights.conversion.plan import Made, Plan, Step, is_extra_state
 
 # Read a file, or the files that an index names. Tensors are memory-mapped, so that only those that are used are read.
@@ -30,7 +31,7 @@ INDEX = ".index.json"
 SAFETENSORS = ".safetensors"
 _IN_SHARDS = "model.safetensors.index.json"  # the name that Hugging Face gives the index
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_WEIGHTS = (INDEX, SAFETENSORS, *_TORCH, ".gguf", ".h5", ".msgpack", ".onnx")
+_WEIGHTS = (INDEX, SAFETENSORS, *_TORCH, ".gguf", ".h5", ".msgpack", ".onnx", METADATA, DATA)
 _IN_FOLDER = (_IN_SHARDS, "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
@@ -38,13 +39,16 @@ def read(path: Path, within: str = "") -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, on the CPU, by their keys.
 
     Args:
-        path: a file of safetensors or of ``torch.save``, an index ``*.index.json`` of several, or a folder with one of
-            these under the name that Hugging Face gives it.
-        within: for a file of ``torch.save``, the entry that holds the model, such as ``model``; dots join nested ones.
+        path: a file of safetensors or of ``torch.save``, an index ``*.index.json`` of several, a folder with one of
+            these under the name that Hugging Face gives it, or one of ``torch.distributed.checkpoint``.
+        within: for what ``torch.save`` or ``torch.distributed.checkpoint`` wrote, the entry that holds the model, such
+            as ``model``; dots join nested ones.
 
     Raises:
         UserError: if there is no such file, it is damaged, or it holds anything but tensors.
     """
+    if (path / METADATA).is_file():
+        return read_distributed(path, within)
     path = _find_file(path)
     return _of_index(path, within) if path.name.endswith(INDEX) else _of_file(path, within)
 
@@ -55,6 +59,8 @@ def files_of(path: Path) -> list[Path]:
     Raises:
         UserError: if there is no such file, or it is an index that cannot be read.
     """
+    if (path / METADATA).is_file():
+        return [path / METADATA, *sorted(path.glob(f"*{DATA}"))]
     path = _find_file(path)
     shards = dict.fromkeys(_read_index(path).values()) if path.name.endswith(INDEX) else ()
     return [path, *map(path.with_name, shards)]
@@ -78,7 +84,7 @@ def _find_file(path: Path) -> Path:
     if path.is_dir():
         there = [path / name for name in _IN_FOLDER if (path / name).is_file()]
         if not there:
-            raise UserError(f"the folder {path} has none of {', '.join(_IN_FOLDER)}; name the file")
+            raise UserError(f"the folder {path} has none of {', '.join((*_IN_FOLDER, METADATA))}; name the file")
         path = there[0]
     if not path.is_file():
         raise UserError(f"there is no file {path}")
@@ -285,11 +291,8 @@ def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
     keys = {made.key: name for name, steps in zip(names, shards, strict=True) for step in steps for made in step.made}
     size = sum(made.bytes for step in plan.steps for made in step.made)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already and is not an empty folder; name another one")
     with (
-        told_if_unwritten(folder),
-        files.new_folder(folder) as draft,
+        _new_folder(folder) as draft,
         Following("converting", len(plan.steps)) as following,
     ):
         written = [
@@ -298,6 +301,23 @@ def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
         ]
         (draft / _IN_SHARDS).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return written
+
+
+def write_folder(folder: Path, plan: Plan) -> list[int]:
+    """Write what a conversion makes as a folder of ``torch.distributed.checkpoint``, which appears when all is written.
+
+    The arguments, what is returned and what is raised are as for ``write_shards``.
+    """
+    with _new_folder(folder) as draft:
+        return write_distributed(draft, plan)
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already and is not an empty folder; name another one")
+    with told_if_unwritten(folder), files.new_folder(folder) as draft:
+        yield draft
 
 
 def _divide_into_shards(plan: Plan, largest: int) -> list[list[Step]]:

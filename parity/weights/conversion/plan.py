@@ -236,12 +236,14 @@ class Plan:
         rounded: how far each tensor that the map does arithmetic with may be from the exact one, by its key; known when
             its step has been computed. On the way back, that is at least half the distance between neighbours of the
             largest number that TE held, unless the result's own largest number is no smaller.
+        given: the old checkpoint's tensors, by the names that its module has for them.
     """
 
     order: tuple[str, ...] = ()
     steps: list[Step] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     rounded: dict[str, float] = field(default_factory=dict)
+    given: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -315,6 +317,7 @@ def plan(
         made.steps.append(_Entry(left, right, tensors, target, new_prefixes, wanted, made).step())
     made.steps += _carry_over(old, target, found, new_prefixes, wanted.copy)
     made.order = tuple(map(new_prefixes.outside, target.order))
+    made.given = {name: old[key] for name, key in (found.keys | found.buffers).items()}
     return made
 
 
