@@ -118,6 +118,7 @@ class Experts:
         masked: what stands for the scores of experts in other groups.
         tiny: what is added to the sum that weights are divided by; empty for nothing.
         shared: the inner width of experts that see every token; empty if there are none.
+        shared_gate: whether what they return is weighted by a gate of its own.
         sparse: whether a layer has experts; empty if all do.
     """
 
@@ -137,6 +138,7 @@ class Experts:
     masked: Expression = "0.0"
     tiny: Expression = ""
     shared: Expression = ""
+    shared_gate: bool = False
     sparse: Expression = ""
 
 
@@ -188,6 +190,7 @@ class Ends:
         padded: whether it has a row for padding, which is not trained.
         factor: what multiplies embeddings; empty for 1.
         learned: the name of the embedding of positions that is added; empty for none.
+        first: which of its rows is that of the first position.
         own: the module that embeds instead, which the port keeps as it is: name, module and class.
         final_norm: the name of the norm after the last layer; empty for none.
         head: the name of the head; empty for none.
@@ -202,6 +205,7 @@ class Ends:
     padded: bool = False
     factor: Expression = ""
     learned: str = ""
+    first: int = 0
     own: tuple[str, str, str] | None = None
     final_norm: str = ""
     head: str = ""

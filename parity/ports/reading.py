@@ -95,6 +95,7 @@ _ROLES = {
     "shared_gate": r"shared_experts?\.gate_proj",
     "shared_up": r"shared_experts?\.up_proj",
     "shared_down": r"shared_experts?\.down_proj",
+    "shared_weight": r"shared_expert_gate",
     "experts_in": r"experts\.gate_up_proj",
     "experts_out": r"experts\.down_proj",
     "experts_in_bias": r"experts\.gate_up_proj_bias",
@@ -112,8 +113,8 @@ _ROLES = {
     "down": r"(down_proj|w2|fc2|c_proj|dense_4h_to_h|output\.dense|lin2|fc_out|Wo)",
     "norm_after_attention": r"(attention\.output\.LayerNorm|sa_layer_norm|post_self_attn_layernorm)",
     "norm_before_attention": r"(input_layernorm|ln_1|attn_norm|layernorm_before|attention\.LayerNorm"
-    r"|self_attn_layer_norm|operator_norm|attention_norm|norm1|pre_attention_layernorm|pre_self_attn_layernorm)",
-    "norm_before_mlp": r"(pre_feedforward_layernorm|pre_mlp_layernorm|ln_2|mlp_norm|layernorm_after|ffn_norm"
+    r"|self_attn_layer_norm|operator_norm|attention_norm|attention_layernorm|norm1|pre_attention_layernorm|pre_self_attn_layernorm)",
+    "norm_before_mlp": r"(pre_feedforward_layernorm|pre_mlp_layernorm|ln_2|mlp_norm|layernorm_after|ffn_norm|feedforward_layernorm"
     r"|final_layer_norm|norm2)",
     "norm_after_mlp": r"(post_feedforward_layernorm|post_mlp_layernorm|output\.LayerNorm|output_layer_norm)",
     "norm_between": r"(post_attention_layernorm|LayerNorm)",
@@ -323,8 +324,10 @@ def _read_positions(structure: Structure) -> Positions | None:
     config = structure.config
     parameters = find_attribute(config, "rope_parameters")
     if not isinstance(parameters, Mapping):
-        is_rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM-2, whose base is an attribute
-        return Positions({"": "default"}, _width_of_heads(config)) if is_rotary else None
+        width = expression_of(config, "rotary_dim")  # GPT-J's
+        if getattr(config, "position_embedding_type", "") == "rotary":  # ESM-2's
+            width = _width_of_heads(config)
+        return Positions({"": "default"}, width, _pairs_neighbours(structure.model)) if width else None
     by_kind = {key: value for key, value in parameters.items() if isinstance(value, Mapping)} or {"": parameters}
     kinds = {kind: str(value.get("rope_type", "default")) for kind, value in by_kind.items()}
     part = next(iter(by_kind.values())).get("partial_rotary_factor", 1.0)
@@ -383,7 +386,7 @@ def _pairs_neighbours(model: nn.Module) -> bool:
 def _read_mlp(structure: Structure) -> Mlp:
     config = structure.config
     activation = find_attribute(config, "hidden_act", "hidden_activation", "activation_function", "hidden_activation")
-    width = expression_of(config, "intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim")
+    width = expression_of(config, "intermediate_size", "n_inner", "ffn_dim", "hidden_dim")
     return Mlp(
         width or "4 * config.hidden_size",
         str(activation or "gelu"),
@@ -406,6 +409,8 @@ def _read_experts(structure: Structure) -> Experts | None:
     if structure.has("shared_up"):
         number = find_attribute(config, "n_shared_experts") or 1
         found.shared = f"{found.width} * config.n_shared_experts" if number != 1 else found.width
+        found.shared = expression_of(config, "shared_expert_intermediate_size") or found.shared
+        found.shared_gate = structure.has("shared_weight")
     if len(structure.sparse) < len(structure.layers):
         first = expression_of(config, "first_k_dense_replace")
         found.sparse = f"layer >= {first}" if first else f"layer in {tuple(structure.sparse)}"
@@ -437,17 +442,21 @@ def _read_ends(structure: Structure) -> Ends:
     outer = dict(structure.outer_modules())
     found = Ends(softcap=expression_of(config, "final_logit_softcapping"))
     before = structure.path_siblings()
-    found.final_norm = next((name for name, one in outer.items() if _is_final_norm(name, one, before)), "")
+    found.final_norm = next((name for name in outer if _is_final_norm(name)), "")
     learned = [name for name, one in outer.items() if isinstance(one, nn.Embedding) and one is not tokens]
     if head is not None and isinstance(tokens, nn.Embedding):
         found.tokens, found.padded = names[tokens], tokens.padding_idx is not None
         found.head, found.tied = names[head], head.weight is tokens.weight
         found.head_bias = head.bias is not None
         found.learned = learned[0] if learned else ""
+        if learned:
+            found.first = outer[learned[0]].num_embeddings - config.max_position_embeddings
     else:
         own = before[0]
+        for name in before[1:]:
+            structure.unknown.append(name)
         found.own = own, type(model.get_submodule(own)).__module__, type(model.get_submodule(own)).__name__
-        known = (own, found.final_norm, structure.stack)
+        known = (*before, found.final_norm, structure.stack)
         children = model.named_children()
         found.unused = [
             name
@@ -465,9 +474,9 @@ def _read_ends(structure: Structure) -> Ends:
     return found
 
 
-def _is_final_norm(name: str, module: nn.Module, before: list[str]) -> bool:
-    is_before = any(f"{name}.".startswith(f"{one}.") for one in before)
-    return not is_before and bool(re.search(r"norm|ln_f|layer_norm", name, re.IGNORECASE))
+def _is_final_norm(name: str) -> bool:
+    """Return whether a module outside the layers is the norm after them, and not one of embeddings."""
+    return "emb" not in name and bool(re.search(r"norm|ln_f", name, re.IGNORECASE))
 
 
 def read(structure: Structure) -> Form:
@@ -493,8 +502,9 @@ def read(structure: Structure) -> Form:
         _read_placement(structure),
         _read_ends(structure),
         layers=structure.stack,
+        qkv_by_head=structure.has("qkv") and "query_key_value" in structure.names["qkv"]["weight"],
         transposed=type(structure.module("down")).__name__ == "Conv1D" if structure.has("down") else False,
-        unknown=[f"parameters of a layer that no role fits, left out: {few_of(structure.unknown)}"]
+        unknown=[f"modules and parameters that no role fits, left out: {few_of(structure.unknown)}"]
         if structure.unknown
         else [],
     )

@@ -12,6 +12,7 @@ _SIZES = {
     "hidden_size": 128,
     "intermediate_size": 192,
     "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 160,
     "vocab_size": 256,
     "num_attention_heads": 4,
     "sliding_window": 8,
@@ -31,6 +32,11 @@ _SIZES = {
     "first_k_dense_replace": 1,
     "max_window_layers": 1,
     "encoder_layers": 2,
+    "word_embed_proj_dim": 128,
+    "ffn_dim": 192,
+    "hidden_dim": 192,
+    "n_inner": 192,
+    "rotary_dim": 16,
 }
 _BY_LAYER = (
     "layer_types",

@@ -63,7 +63,7 @@ def _list_attention(structure: Structure, form: Form) -> Entries:
             if form.qkv_by_head:
                 yield (
                     fused,
-                    _call("interleaved_qkv", *parts, f"groups={attention.heads}", f"head_dim={attention.head_dim}"),
+                    _call("interleaved_qkv", *parts, f"groups={attention.groups}", f"head_dim={attention.head_dim}"),
                 )
             else:
                 yield _call("transpose", fused) if transposed and kind == "weight" else fused, _call("stack", *parts)
@@ -133,7 +133,9 @@ def _list_experts(structure: Structure, form: Form) -> Entries:
     names = structure.names
     if form.experts is None:
         return
-    yield quote(names["norm_before_mlp"]["weight"]), quote("mlp.norm.weight")
+    for kind, name in names["norm_before_mlp"].items():
+        yield quote(name), quote(f"mlp.norm.{kind}")
+    yield from _list_missing(form, names["norm_before_mlp"], "mlp.norm.")
     for kind, name in names["router"].items():
         yield quote(name), quote(f"mlp.router.{kind}")
     for role, layer in (("experts_in", "fc1"), ("experts_out", "fc2")):
@@ -146,6 +148,8 @@ def _list_experts(structure: Structure, form: Form) -> Entries:
         stacked = _call("stack", quote(names["shared_gate"]["weight"]), quote(names["shared_up"]["weight"]))
         yield stacked, quote("mlp.shared_fc1.weight")
         yield quote(names["shared_down"]["weight"]), quote("mlp.shared_fc2.weight")
+    if form.experts.shared_gate:
+        yield quote(names["shared_weight"]["weight"]), quote("mlp.shared_gate.weight")
 
 
 def _list_outer(structure: Structure, form: Form) -> Entries:

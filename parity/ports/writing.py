@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 
 from parity.ports import pages
-from parity.ports.form import Form
-from parity.ports.reading import Config, Structure, read
+from parity.ports.form import Config, Form
+from parity.ports.reading import Structure, expression_of, read
 from parity.ports.small import shrink, without_dropout
 from parity.ports.weights import map_weights
 
@@ -103,11 +103,16 @@ def _render(form: Form, config: Config) -> str:
             inputs=inputs,
             pooling=", add_pooling_layer=False" if _takes_pooling(form) else "",
             drawn=f"rng.normal({shape})" if inputs == "pixels" else "rng.integers(batch, seq, high=config.vocab_size)",
-            theta='self.config.rope_parameters["rope_theta"]'
-            if "rope_parameters" in parameters
-            else "self.config.rope_theta",
+            theta=_show_base(config),
         )
     )
+
+
+def _show_base(config: Config) -> str:
+    """Return the base of the rotation, as the port reads it."""
+    if getattr(config, "rope_parameters", None):
+        return 'self.config.rope_parameters["rope_theta"]'
+    return expression_of(config, "rope_theta").replace("config.", "self.config.") or "10000.0"
 
 
 def _takes_pooling(form: Form) -> bool:

@@ -46,7 +46,7 @@ def test_a_port_is_right_as_it_is_written(kind: str) -> None:
         assert result.passed, result
 
 
-@pytest.mark.parametrize("kind", ["olmo", "starcoder2", "glm4", "olmoe"])
+@pytest.mark.parametrize("kind", ["olmo", "cohere2", "opt", "glm4", "qwen2_moe", "siglip_vision_model"])
 def test_a_model_without_a_page_gets_a_port_that_says_so(kind: str) -> None:
     text, form = writing.write(reading.load_config(kind))
     assert any("has no page" in one for one in form.unknown)

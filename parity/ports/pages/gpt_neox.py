@@ -1,4 +1,4 @@
-"""GPT-NeoX: attention and MLP side by side, and a projection that is fused by head."""
+"""GPT-NeoX: attention and MLP side by side, each with a norm of its own."""
 
 from __future__ import annotations
 
@@ -8,4 +8,3 @@ from parity.ports.reading import Config
 
 def adapt(form: Form, config: Config) -> None:
     form.placement.parallel = config.use_parallel_residual
-    form.qkv_by_head = True
