@@ -114,8 +114,8 @@ _ROLES = {
     "norm_after_attention": r"(attention\.output\.LayerNorm|sa_layer_norm|post_self_attn_layernorm)",
     "norm_before_attention": r"(input_layernorm|ln_1|attn_norm|layernorm_before|attention\.LayerNorm"
     r"|self_attn_layer_norm|operator_norm|attention_norm|attention_layernorm|norm1|pre_attention_layernorm|pre_self_attn_layernorm)",
-    "norm_before_mlp": r"(pre_feedforward_layernorm|pre_mlp_layernorm|ln_2|mlp_norm|layernorm_after|ffn_norm|feedforward_layernorm"
-    r"|final_layer_norm|norm2)",
+    "norm_before_mlp": r"(pre_feedforward_layernorm|pre_mlp_layernorm|ln_2|mlp_norm|layernorm_after|ffn_norm"
+    r"|final_layer_norm|feedforward_layernorm|norm2)",
     "norm_after_mlp": r"(post_feedforward_layernorm|post_mlp_layernorm|output\.LayerNorm|output_layer_norm)",
     "norm_between": r"(post_attention_layernorm|LayerNorm)",
 }
@@ -123,7 +123,13 @@ _ROLES = {
 
 def _find_role(stem: str) -> str:
     """Return what a layer's parameter is for; an empty text if its name tells nothing."""
-    return next((role for role, pattern in _ROLES.items() if re.fullmatch(rf"(.*[._])?{pattern}", stem)), "")
+    for role, pattern in _ROLES.items():
+        before = (
+            r"(.*\.)?" if role.startswith("norm_") else r"(.*[._])?"
+        )  # "post_attention_norm" is no "attention_norm"
+        if re.fullmatch(before + pattern, stem):
+            return role
+    return ""
 
 
 class Structure:
