@@ -482,7 +482,7 @@ def _read_ends(structure: Structure) -> Ends:
 
 def _is_final_norm(name: str) -> bool:
     """Return whether a module outside the layers is the norm after them, and not one of embeddings."""
-    return "emb" not in name and bool(re.search(r"norm|ln_f", name, re.IGNORECASE))
+    return bool(re.search(r"norm|ln_f", name, re.IGNORECASE)) and not re.search("embed|before", name)
 
 
 def read(structure: Structure) -> Form:

@@ -16,7 +16,7 @@ from parity.user_error import UserError
 RUNNER = CliRunner()
 
 # Each of these has something that the others do not: what, is in the comment.
-MODELS = {
+MODELS: dict[str, dict[str, object]] = {
     "qwen3": {},  # a norm of each query and key
     "gpt2": {},  # learned positions, weights [in, out], fused projections, a tied head
     "gpt_neox": {},  # attention and MLP side by side, projections fused by head, GELU by erf
@@ -29,6 +29,7 @@ MODELS = {
     "deepseek_v3": {},  # latent attention, groups of experts, a layer without experts
     "bert": {},  # an encoder with norms of sums
     "modernbert": {},  # a first layer without a norm, two bases of rotation
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},
     "vit": {},  # pixels
 }
 

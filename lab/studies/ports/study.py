@@ -18,7 +18,9 @@ from parity.case import registry
 from parity.measuring import record
 from parity.measuring.record import Campaign, FourDigits
 from parity.ports import pages, reading, writing
+from parity.result import Result
 from parity.te import PRECISIONS, Backend
+from parity.user_error import UserError
 
 RECORD = "ports.jsonl"
 PAGES = tuple(sorted(path.stem for path in Path(pages.__file__).parent.glob("[a-z]*.py")))
@@ -113,19 +115,10 @@ def _judge(one: Trial) -> Said:
         text, right = bug.plant(text), text
         if text == right:
             return Said((), 0.0, (), "not planted")
-    declared = registry.cases()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, f"{form.kind}_port.py")
-        file.write_text(text, encoding="utf-8")
-        cases = registry.load_file(file)[: 1 if one.bug else None]
-        results = [
-            (case.name, result)
-            for case in cases
-            for result in compare(
-                case, [one.precision], seeds=[one.seed], backend=one.backend, diagnosis_seconds=_SECONDS
-            )
-        ]
-    registry.restore(declared)
+    try:
+        results = list(_compare(text, form.kind, one))
+    except UserError as error:
+        return Said((("", "does not run"),), 0.0, (), str(error))
     findings = [finding for _, result in results for finding in result.findings]
     words = next((finding.message for finding in findings), next((result.reason for _, result in results), ""))
     margins = [result.margin for _, result in results if result.status in ("passed", "failed")]
@@ -135,6 +128,22 @@ def _judge(one: Trial) -> Said:
         tuple(finding.title for finding in findings),
         words,
     )
+
+
+def _compare(text: str, kind: str, one: Trial) -> Iterator[tuple[str, Result]]:
+    """Yield the names and results of a port's pairs; of a wrong port, only of the pass."""
+    declared = registry.cases()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{kind}_port.py")
+        file.write_text(text, encoding="utf-8")
+        try:
+            for case in registry.load_file(file)[: 1 if one.bug else None]:
+                for result in compare(
+                    case, [one.precision], seeds=[one.seed], backend=one.backend, diagnosis_seconds=_SECONDS
+                ):
+                    yield case.name, result
+        finally:
+            registry.restore(declared)
 
 
 def write(found: Mapping[Trial, Said], settings: Settings, folder: Path) -> Path:
