@@ -320,9 +320,14 @@ def _explain_scale(config: Config, scale: float) -> str:
             return f"config.{name} ** -0.5"
         if "multiplier" in name and "attention" in name and math.isclose(value, scale):
             return f"config.{name}"
-    widths = (getattr(config, name, None) for name in ("head_dim", "qk_head_dim"))
-    plain = [config.hidden_size // config.num_attention_heads, *filter(None, widths)]
-    return "" if any(math.isclose(width**-0.5, scale) for width in plain) else repr(scale)
+    if scale == 1.0 or scale == config.hidden_size**-0.5:
+        return "1.0" if scale == 1.0 else "config.hidden_size**-0.5"
+    width, as_text = find_attribute(config, "head_dim"), _width_of_heads(config)
+    if "qk_nope_head_dim" in held:
+        as_text = "config.qk_nope_head_dim + config.qk_rope_head_dim"
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    plain = (width or config.hidden_size // config.num_attention_heads) ** -0.5
+    return "" if math.isclose(scale, plain) else f"{scale / plain!r} * ({as_text}) ** -0.5"
 
 
 def _read_positions(structure: Structure) -> Positions | None:

@@ -68,12 +68,22 @@ def shrink(config: Config) -> dict[str, Any]:
         found["head_dim"] = found["qk_rope_head_dim"]
     if held.get("num_experts_per_tok"):
         found["num_experts_per_tok"] = min(held["num_experts_per_tok"], 2)
+    found |= _shorten_factors(held, found.get("head_dim", found["hidden_size"] // 4 if "hidden_size" in found else 0))
     found |= _shorten_lists(held, names["num_hidden_layers"])
     vocabulary = found.get(names["vocab_size"], 0)
     for name in _TOKENS:
         if isinstance(held.get(name), int) and held[name] >= vocabulary:
             found[name] = vocabulary - 1
     return found
+
+
+def _shorten_factors(held: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return the rotation's parameters with as many factors of frequencies, if it has some, as a head has pairs."""
+    parameters = held.get("rope_parameters") or {}
+    lists = {name: value for name, value in parameters.items() if isinstance(value, list)}
+    count = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2 if lists else 0
+    cut = {name: value[:: max(1, len(value) // count)][:count] for name, value in lists.items()}
+    return {"rope_parameters": {**parameters, **cut}} if lists else {}
 
 
 def _shorten_lists(held: Mapping[str, Any], layers: str) -> dict[str, Any]:

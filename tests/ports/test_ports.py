@@ -62,17 +62,19 @@ def test_what_te_cannot_do_is_said_in_the_port() -> None:
     assert "dropout is left out (classifier_dropout)" in text.replace("\n  ", " ")
 
 
-def test_the_frequencies_of_a_scaled_rotation_are_those_of_transformers() -> None:
-    parameters = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    }
-    text = written("llama", rope_parameters=parameters)
-    assert "no scaling of rotary frequencies by llama3" in text
+SCALED = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    "longrope": {"short_factor": [1.0 + i for i in range(64)], "long_factor": [2.0 + i for i in range(64)]},
+    "linear": {"factor": 3.0},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_the_frequencies_of_a_scaled_rotation_are_those_of_transformers(scaling: str) -> None:
+    parameters = {"rope_type": scaling, "rope_theta": 500000.0, "original_max_position_embeddings": 16}
+    text = written("llama", rope_parameters=parameters | SCALED[scaling])
+    assert f"no scaling of rotary frequencies by {scaling}" in text
     (result, *_) = run_port(text, "llama", ["fp32"], seconds=1.0)
     assert result.passed, result
 
