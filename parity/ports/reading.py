@@ -113,9 +113,9 @@ _ROLES = {
     "down": r"(down_proj|w2|fc2|c_proj|dense_4h_to_h|output\.dense|lin2|fc_out|Wo)",
     "norm_after_attention": r"(attention\.output\.LayerNorm|sa_layer_norm|post_self_attn_layernorm)",
     "norm_before_attention": r"(input_layernorm|ln_1|attn_norm|layernorm_before|attention\.LayerNorm"
-    r"|self_attn_layer_norm|operator_norm|attention_norm|attention_layernorm|norm1|pre_attention_layernorm|pre_self_attn_layernorm)",
+    r"|self_attn_layer_norm|operator_norm|attention_norm|attention_layernorm|norm1|layer_norm1|pre_attention_layernorm|pre_self_attn_layernorm)",
     "norm_before_mlp": r"(pre_feedforward_layernorm|pre_mlp_layernorm|ln_2|mlp_norm|layernorm_after|ffn_norm"
-    r"|final_layer_norm|feedforward_layernorm|norm2)",
+    r"|final_layer_norm|feedforward_layernorm|norm2|layer_norm2)",
     "norm_after_mlp": r"(post_feedforward_layernorm|post_mlp_layernorm|output\.LayerNorm|output_layer_norm)",
     "norm_between": r"(post_attention_layernorm|LayerNorm)",
 }
