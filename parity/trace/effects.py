@@ -395,7 +395,9 @@ class _Namespace:
     def _hides_other_name(self, name: str) -> bool:
         if isinstance(self.owner, type):
             return name.startswith("__") or hasattr(self.owner.__base__, name)
-        return self.owner is not self.held and name in _BUILTINS
+        # PyTorch keeps an operator where it is first looked up, even one called "range", and points to it from C++.
+        is_code = self.owner is not self.held and not isinstance(self.owner, type(torch.ops.aten))
+        return is_code and name in _BUILTINS
 
     def set(self, name: str, value: Any) -> None:
         if isinstance(self.owner, type):

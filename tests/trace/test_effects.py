@@ -365,3 +365,21 @@ def test_several_are_told_together():
     assert detached_by_candidate_alone([], ["output[0]", "output[2]"]).startswith(
         "output[0], output[2] of the candidate have no gradient"
     )
+
+
+# PyTorch's own lookups are no change to it.
+
+
+def test_an_operator_that_is_first_looked_up_in_a_call_stays_though_it_is_called_like_a_builtin():
+    """C++ points to what it has looked up; if that is removed, the next call of the operator crashes the process."""
+
+    class Counting(Layer):
+        def forward(self, x):
+            return super().forward(x) + 0 * torch.ops.aten.divmod.int(7, 2)[0]
+
+    assert "divmod" not in vars(torch.ops.aten)
+    pair = parity.Pair(
+        Layer(nn.Linear(64, 64)), Counting(te.Linear(64, 64)), weights=WEIGHTS, inputs=lambda rng: rng.normal(32, 64)
+    )
+    (result,) = parity.compare(parity.Case("counting", lambda te: pair, sizes=({},)), ["fp32"])
+    assert "divmod" in vars(torch.ops.aten), result
