@@ -277,6 +277,11 @@ def _read_norm(config: Config, module: Any) -> Norm:
     )
 
 
+def _divide_width(config: Config) -> int:
+    """Return how many channels a head has if the configuration does not say it."""
+    return int(config.hidden_size // config.num_attention_heads)
+
+
 def _width_of_heads(config: Config) -> str:
     return expression_of(config, "head_dim") or "config.hidden_size // config.num_attention_heads"
 
@@ -298,7 +303,10 @@ def _read_attention(structure: Structure) -> Attention:
         found.biases |= {"query", "key", "value"}
     if structure.has("query_norm"):
         found.norm = _read_norm(config, structure.module("query_norm"))
-        found.norm_is_wide = structure.parameter("query_norm").numel() > config.hidden_size // 2
+        gains = structure.parameter("query_norm")
+        found.norm_is_wide = gains.numel() != (find_attribute(config, "head_dim") or _divide_width(config))
+        if gains.dim() > 1:
+            structure.unknown.append("gains of queries and keys that differ by head")
     scale = next(
         (value for key in ("scaling", "scale") if isinstance(value := getattr(module, key, None), float)), None
     )
@@ -320,13 +328,13 @@ def _explain_scale(config: Config, scale: float) -> str:
             return f"config.{name} ** -0.5"
         if "multiplier" in name and "attention" in name and math.isclose(value, scale):
             return f"config.{name}"
-    if scale == 1.0 or scale == config.hidden_size**-0.5:
-        return "1.0" if scale == 1.0 else "config.hidden_size**-0.5"
+    if scale == 1.0:
+        return "1.0"
     width, as_text = find_attribute(config, "head_dim"), _width_of_heads(config)
     if "qk_nope_head_dim" in held:
         as_text = "config.qk_nope_head_dim + config.qk_rope_head_dim"
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
-    plain = (width or config.hidden_size // config.num_attention_heads) ** -0.5
+    plain = (width or _divide_width(config)) ** -0.5
     return "" if math.isclose(scale, plain) else f"{scale / plain!r} * ({as_text}) ** -0.5"
 
 
@@ -515,7 +523,5 @@ def read(structure: Structure) -> Form:
         layers=structure.stack,
         qkv_by_head=structure.has("qkv") and "query_key_value" in structure.names["qkv"]["weight"],
         transposed=type(structure.module("down")).__name__ == "Conv1D" if structure.has("down") else False,
-        unknown=[f"modules and parameters that no role fits, left out: {few_of(structure.unknown)}"]
-        if structure.unknown
-        else [],
+        unknown=[f"what no role fits, and is left out: {few_of(structure.unknown)}"] if structure.unknown else [],
     )
