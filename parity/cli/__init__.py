@@ -139,7 +139,7 @@ def trace(
         str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
     ],
     precision: Annotated[str, typer.Option("-p", "--precision", help="The precision to run in.")] = "bf16",
-    size: Annotated[int, typer.Option(help="Which of the pair's sizes, from 0.")] = 0,
+    size: Annotated[str, typer.Option(help="Arguments of the pair: layers=3; or a size's number.")] = "0",
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     backend: BackendName = "auto",
     gradients: Annotated[
@@ -172,7 +172,9 @@ def judge(
         ),
     ] = "",
     precision: Annotated[str, typer.Option("-p", "--precision", help="If it is not as recorded.")] = "",
-    size: Annotated[int, typer.Option(help="Which of the pair's sizes is the recorded model's, from 0.")] = 0,
+    size: Annotated[
+        str, typer.Option(help="The recorded model's arguments of the pair: small=False; or a size's number.")
+    ] = "0",
     step: Annotated[int | None, typer.Option(help="Judge only this step.")] = None,
     rank: Annotated[int | None, typer.Option(help="Judge only this rank.")] = None,
     diagnosis: Annotated[float, typer.Option(help="Seconds for the search for a cause, 0 for no limit.")] = 0.0,
@@ -199,7 +201,9 @@ def bisect(
     reference: Annotated[
         str, typer.Option(help="FILE::PAIR: tells which of the two is right.", autocompletion=shared.pairs)
     ] = "",
-    size: Annotated[int, typer.Option(help="Which of the pair's sizes is the recorded model's, from 0.")] = 0,
+    size: Annotated[
+        str, typer.Option(help="The recorded model's arguments of the pair: small=False; or a size's number.")
+    ] = "0",
     backend: BackendName = "auto",
 ) -> None:
     """Show the first value in which two recordings differ. The exit code is 1 if one is wrong there."""

@@ -7,14 +7,14 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import torch
 
 from parity.case import registry
-from parity.case.case import Case
+from parity.case.case import Case, Size
 from parity.machine import files
 from parity.plugin.options import check_file, parse_backend
 from parity.report.numbers import plural
@@ -157,11 +157,12 @@ def _describe_conversion(where: str, plan: Plan, written: int, copied: str, besi
     return "\n".join(lines)
 
 
-def parse_size(case: Case, text: str) -> Mapping[str, Any] | None:
+def parse_size(case: Case, text: str) -> Size | None:
     """Read a size such as ``hidden=4096,heads=32``, or the number, from 0, of one of the case's sizes.
 
     Returns:
-        The arguments for the case's factories; None for an empty text.
+        The arguments for the case's factories, those that the text leaves out as in the case's first size; None for an
+        empty text.
 
     Raises:
         UserError: if the text is neither.
@@ -170,7 +171,7 @@ def parse_size(case: Case, text: str) -> Mapping[str, Any] | None:
         return None
     if text.isdecimal():
         return registry.size_of(case, int(text))
-    found: dict[str, Any] = {}
+    found = dict(case.sizes[0])
     for part in text.split(","):
         name, _, value = part.partition("=")
         try:

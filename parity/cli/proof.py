@@ -70,7 +70,7 @@ def prove_checkpoint(
         raise UserError(f"-p {precision}: {reason}")
     if at.warmup_passes:
         raise UserError(f"-p {precision} scales by earlier passes, of which a proof has none; try fp8_current")
-    chosen = {**case.sizes[0], **(parse_size(case, size) or {})}
+    chosen = parse_size(case, size) or case.sizes[0]
 
     def read(path: Path, to: Direction, within: str = "") -> Mapping[str, Tensor]:
         old = checkpoint.read(path, within)

@@ -33,7 +33,7 @@ def judge(
     folder: Path,
     reference: str,
     precision: str,
-    size: int,
+    size: str,
     step: int | None,
     rank: int | None,
     seconds: float,
@@ -46,7 +46,7 @@ def judge(
         reference: ``my_pairs.py::my_model``, or only the file if it declares one pair; empty for another tool's dump,
             which no reference can judge.
         precision: a key of ``PRECISIONS``; empty for the recorded one.
-        size: the number of the pair's size that is the recorded model's.
+        size: the recorded model's size, as ``parse_size`` reads it.
         step, rank: the only ones to judge; None for all.
         seconds: real time for each search for a cause, 0 for no limit.
         backend: where the reference computes: ``auto``, ``gpu`` or ``cpu``.
@@ -131,13 +131,13 @@ def _describe_size(one: Judged) -> str:
 # Two recordings.
 
 
-def bisect(first: Path, second: Path, reference: str, size: int, backend: str) -> bool:
+def bisect(first: Path, second: Path, reference: str, size: str, backend: str) -> bool:
     """Print where two recordings begin to differ, and return whether that may be rounding, by the reference.
 
     Args:
         first, second: the recordings, or dumps of another tool, of the same step.
         reference: a pair that tells which of the two is right; empty to compare them alone.
-        size: the number of the pair's size that is the recorded model's.
+        size: the recorded model's size, as ``parse_size`` reads it.
         backend: where the reference computes.
 
     Raises:

@@ -12,6 +12,7 @@ from parity import shown, te
 from parity.case import registry
 from parity.case.case import Case
 from parity.case.validate import CheckedSize, check_case
+from parity.cli.conversion import parse_size
 from parity.comparison import observe_stages
 from parity.judge.limits import packaged
 from parity.judge.request import Request
@@ -30,12 +31,12 @@ from parity.user_error import UserError
 _HEADERS = ("", "stage, up to", "matched by", "error", "added", "expected", "added/expected", "along it")
 
 
-def trace(target: str, size: int, seed: int, precision: str, backend: str, gradients: bool) -> bool:
+def trace(target: str, size: str, seed: int, precision: str, backend: str, gradients: bool) -> bool:
     """Print the stages of one pair, and return whether each is as right as rounding allows.
 
     Args:
         target: ``my_pairs.py::my_model``, or only the file if it declares one pair.
-        size: the number of one of the case's sizes, from 0.
+        size: see ``parse_size``.
         seed: the seed of weights and inputs.
         precision: a key of ``PRECISIONS``.
         backend: ``auto``, ``gpu`` or ``cpu``.
@@ -50,19 +51,19 @@ def trace(target: str, size: int, seed: int, precision: str, backend: str, gradi
     return not stages.flagged
 
 
-def load_pair(target: str, size: int, backend: str) -> tuple[Case, CheckedSize, Kernels]:
-    """Return the pair that a command names, at one of its sizes, and TE's kernels.
+def load_pair(target: str, size: str, backend: str) -> tuple[Case, CheckedSize, Kernels]:
+    """Return the pair that a command names, at a size that ``parse_size`` reads, and TE's kernels.
 
     Raises:
         UserError: if there is no such pair, size or backend, or the pair does not fit together.
     """
     case = registry.only(target)
     kernels = te.kernels(parse_backend(backend))
-    (checked,) = check_case(replace(case, sizes=(registry.size_of(case, size),)), kernels.te)
+    (checked,) = check_case(replace(case, sizes=(parse_size(case, size) or case.sizes[0],)), kernels.te)
     return case, checked, kernels
 
 
-def _judge_pair(target: str, size: int, seed: int, precision: Precision, backend: str) -> Stages:
+def _judge_pair(target: str, size: str, seed: int, precision: Precision, backend: str) -> Stages:
     case, checked, kernels = load_pair(target, size, backend)
     if reason := te.why_refused(precision, kernels):
         raise UserError(f"-p {precision.name}: {reason}")

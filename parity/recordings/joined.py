@@ -122,7 +122,7 @@ def _join_parameter(name: str, parts: Sequence[Tensor], index: RecordedPass, sha
     if shape is None or math.prod(shape) != sum(x.numel() for x in parts):
         raise UserError(
             f"the ranks' parts of {name} are {[tuple(x.shape) for x in parts]}, which do not make the pair's, of shape "
-            f"{shape}: give the pair a size that is the recorded model's, and name it with --size"
+            f"{shape}: name the recorded model's size with --size"
         )
     whole = parts[0].new_empty(math.prod(shape))
     for rank, x in enumerate(parts):

@@ -20,6 +20,7 @@ from parity.comparison import explain_at, judge_at, with_stages
 from parity.judge.limits import packaged
 from parity.judge.request import CandidateRun
 from parity.passes.all_passes import Tensors
+from parity.passes.one_pass import named_outputs
 from parity.passes.prepare import prepare
 from parity.recordings.folder import DELAYED, StoredPass, Unrecorded, key_of, unpacked
 from parity.recordings.joined import join_ranks
@@ -85,7 +86,7 @@ def judge_pass(
     tensors, unreached = _read_candidate(stored, pair, notes)
     is_forward_only = all(kind == "output" for kind, _ in tensors)
     values = read_values(stored, pair.weights)
-    recorded = _RecordedInputs(stored)
+    recorded = _RecordedCall(stored)
     frozen = _find_frozen(stored, pair)
     whole = dataclasses.replace(
         case,
@@ -145,7 +146,7 @@ def _list_recipes(recipes: Mapping[str, str]) -> str:
 
 
 def _with_recorded(
-    pair: Pair, weights: Mapping[str, Tensor], frozen: Collection[str], recorded: _RecordedInputs, evaluation: bool
+    pair: Pair, weights: Mapping[str, Tensor], frozen: Collection[str], recorded: _RecordedCall, evaluation: bool
 ) -> Pair:
     transfer.fill(pair.reference, weights)
     for name in frozen:
@@ -178,15 +179,15 @@ def _read_weights(stored: StoredPass, pair: Pair) -> dict[str, Tensor]:
     if differing:
         name = differing[0]
         raise UserError(
-            f"{name} is {held[name]} in the recording and {own[name]} in the pair: give the pair a size that is the "
-            "recorded model's, and name it with --size"
+            f"{name} is {held[name]} in the recording and {own[name]} in the pair: name the recorded "
+            "model's size with --size: one of the pair's by its number, or its arguments, such as layers=3"
         )
     shapes = transfer.parameter_shapes(pair.reference)
     return transfer.to_reference(pair.weights, {name: x.double() for name, x in stored.named("weight").items()}, shapes)
 
 
-class _RecordedInputs:
-    """What the model was called with: tensors that get gradients are the pair's inputs, the rest is fixed.
+class _RecordedCall:
+    """How the model was called: tensors that get gradients are the pair's inputs, the rest is fixed.
 
     Attributes:
         tensors: the inputs, by name.
@@ -195,13 +196,17 @@ class _RecordedInputs:
     def __init__(self, stored: StoredPass) -> None:
         self._arguments = stored.index.arguments
         self._given = stored.named("argument")
+        self._returned = {name: stored.index.tensors[key_of("output", name)] for name in stored.index.names("output")}
         moving = set(stored.index.names("gradient of argument"))
         self.tensors = {
             f"argument_{name}": x for name, x in self._given.items() if name in moving or not x.is_floating_point()
         }
 
     def around(self, call: Callable[..., Any] | None, every: bool = False) -> Callable[..., Any]:
-        """Return the call of a module with the recorded arguments: those that it takes, or every one."""
+        """Return the call of a module with the recorded arguments, those that it takes or every one.
+
+        Of several outputs, it returns the one that was recorded: a pair may also compute a loss.
+        """
 
         def recorded(module: nn.Module, **inputs: Tensor) -> Any:
             dtype = next((x.dtype for x in module.parameters() if x.is_floating_point()), torch.float32)
@@ -216,9 +221,21 @@ class _RecordedInputs:
             args, kwargs = given["args"], given["kwargs"]
             if not every:
                 kwargs = _without_unknown(call or module.forward, kwargs)
-            return call(module, *args, **kwargs) if call else module(*args, **kwargs)
+            return self._pick_output(call(module, *args, **kwargs) if call else module(*args, **kwargs))
 
         return recorded
+
+    def _pick_output(self, returned: Any) -> Any:
+        outputs = named_outputs(returned)
+        if outputs.keys() == self._returned.keys():
+            return returned
+        alike = [x for x in outputs.values() if [tuple(x.shape)] == list(self._returned.values())]
+        if len(alike) != 1:
+            raise UserError(
+                f"the reference returns {few_of(list(outputs))}, and the recorded model returned "
+                f"{few_of(list(self._returned))}: declare a call_reference that returns the same"
+            )
+        return alike[0]
 
 
 def _without_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -708,5 +708,6 @@ def test_a_command_has_every_option_with_which_it_is_told(command):
     arguments = [found for text in TEXTS for found in told.findall(text.read_text(encoding="utf-8"))]
     options = {option for found in arguments for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", found)}
     below = getattr(COMMANDS[command], "commands", {}).values()
-    known = {name for each in (COMMANDS[command], *below) for parameter in each.params for name in parameter.opts}
+    parameters = [parameter for each in (COMMANDS[command], *below) for parameter in each.params]
+    known = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
     assert options <= {"--help"} | known

@@ -41,7 +41,7 @@ def test_the_help_of_a_command_ends_with_two_or_three_of_its_calls(name: str) ->
     calls = [line.strip() for line in examples.splitlines() if line.strip()]
     assert 1 <= len(calls) <= 3
     assert f"{start} {name}" in calls[0]
-    known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    known = {option for parameter in COMMANDS[name].params for option in (*parameter.opts, *parameter.secondary_opts)}
     own = [call for call in calls if re.search(rf"{start} {name}\b", call)]
     given = [call.partition(f"{start} {name}")[2] for call in own]
     asked = {option for each in given for option in re.findall(r"(?<=\s)--?[a-z][a-z-]*", each)}

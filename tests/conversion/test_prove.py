@@ -103,6 +103,7 @@ PAIR = """
 def pair(tmp_path):
     """Yield a file with a small pair of language models, whose arguments make it wrong or lay it out otherwise."""
     declared = registry.cases()
+    registry.restore([])  # other tests' pairs may have the same name
     (tmp_path / "pairs.py").write_text(textwrap.dedent(PAIR))
     yield tmp_path / "pairs.py"
     registry.restore(declared)

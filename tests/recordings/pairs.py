@@ -1,6 +1,7 @@
 """A small model in PyTorch and as a port to TE, whose trainings the tests record."""
 
 import dataclasses
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -111,6 +112,27 @@ def scored(te: ModuleType, **_: Any) -> parity.Pair:
     return dataclasses.replace(
         whole, reference=Scored(list(whole.reference.layers)), candidate=Scored(list(whole.candidate.layers))
     )
+
+
+def beside(te: ModuleType, of: Callable[[Tensor], Tensor]) -> parity.Pair:
+    """Return the pair of the model, which computes something of its output as well."""
+    whole = model.factory(te, layers=LAYERS)
+
+    def call(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        y = module(x)
+        return {"y": y, "beside": of(y)}
+
+    return dataclasses.replace(whole, call_reference=call, call_candidate=call)
+
+
+@parity.pair("mean_beside", sizes=[dict(batch=4, seq=16)])
+def mean_beside(te: ModuleType, **_: Any) -> parity.Pair:
+    return beside(te, Tensor.mean)
+
+
+@parity.pair("twice", sizes=[dict(batch=4, seq=16)])
+def twice(te: ModuleType, **_: Any) -> parity.Pair:
+    return beside(te, lambda y: 2.0 * y)
 
 
 # Llama layers whose weights tensor parallel ranks divide.

@@ -155,6 +155,17 @@ def test_what_a_loss_is_computed_from_is_judged_beside_it(mistake: str, tmp_path
     assert [one.title for one in found.result.findings[:1]] == [mistake] * bool(mistake)
 
 
+@pytest.mark.parametrize("mistake", ["", "activation"])
+def test_a_pair_may_return_more_than_the_recorded_model(mistake: str, tmp_path: Path):
+    (stored,) = train(tmp_path, ported(mistake))
+    found = judge(stored, pair="mean_beside")
+    assert is_right(found) == (not mistake), found.result
+    assert [one.title for one in found.result.findings[:1]] == [mistake] * bool(mistake)
+    unclear = judge(stored, pair="twice").result
+    assert unclear.status == "error"
+    assert "the reference returns output[y], output[beside], and the recorded model returned output" in unclear.reason
+
+
 def test_a_first_step_of_delayed_scaling_is_not_judged(tmp_path: Path):
     (stored,) = train(tmp_path, ported(), recipe="DelayedScaling", count=1)
     with pytest.raises(parity.UserError, match=r"had no scale yet for gradients of layers\.0"):
@@ -351,7 +362,8 @@ def test_each_stage_of_a_pipeline_is_judged_by_its_own_pair(tmp_path: Path):
     launch(train_in_pipeline, 2, [str(tmp_path), "norm"], timeout=300.0)
     for rank in (0, 1):
         code, told = run(
-            "judge", str(tmp_path), "--reference", TARGET, "--size", "2", "--rank", str(rank), "--diagnosis", "1"
+            *("judge", str(tmp_path), "--reference", TARGET, "--size", ("2", "layers=1")[rank]),
+            *("--rank", str(rank), "--diagnosis", "1"),
         )
         assert code == rank, told
         assert f"pass 1 of step 0 on rank {rank} at bf16: {'failed' if rank else 'passed'}" in told
