@@ -52,7 +52,7 @@ def _import_transformers() -> Any:
         raise UserError("reading a model's configuration needs transformers: pip install transformers") from error
 
 
-def build(config: Config, **options: Any) -> nn.Module:
+def build(config: Config) -> nn.Module:
     """Return the model of a configuration: a decoder with its head, an encoder without one.
 
     Raises:
@@ -71,7 +71,7 @@ def build(config: Config, **options: Any) -> nn.Module:
     if classes not in kind._model_mapping:
         raise UserError(f"transformers has no model for {classes.__name__}")
     try:
-        model: nn.Module = kind.from_config(config, **options)
+        model: nn.Module = kind.from_config(config, dtype=torch.float32)  # in which the reference is built
     except Exception as error:  # whatever the model's own code raises
         raise UserError(
             f"transformers cannot build a model of this {type(config).__name__}: {one_line(error)}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from parity.case.map_check import other_names
@@ -123,6 +124,7 @@ class Blocks:
                 else:
                     stack.callback(vars(part).pop, "forward")
                     part.forward = partial(called, path, part, part.forward)
+            stack.enter_context(_RequireValues())
             return calls, call(self.module)
 
     def part(self, path: str, dtype: torch.dtype | None = None) -> nn.Module:
@@ -155,6 +157,18 @@ class Blocks:
                 filled[first].__dict__.update(empty.__dict__)
             owner._parameters[key] = filled[first]
         return list(filled.values())
+
+
+class _RequireValues(TorchDispatchMode):
+    """Refuses to compute with a parameter that is on the meta device since its block does not run.
+
+    PyTorch computes with one such operand and one on a CPU, and returns what happens to be in memory.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, nn.Parameter) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
+            raise ValueError(f"{func} is given a parameter on the meta device")
+        return func(*args, **(kwargs or {}))
 
 
 def _places(part: nn.Module, names: Mapping[str, str]) -> list[tuple[nn.Module, str]]:

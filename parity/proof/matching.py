@@ -81,7 +81,7 @@ def laid_out_like(like: Tensor, x: Tensor) -> Tensor:
             f"the candidate has a value {tuple(x.shape)} where the reference has {tuple(like.shape)}: a proof "
             "needs ports that compute the same tokens; `parity run` compares others as a whole"
         )
-    both = [x, x.transpose(0, 1)][: max(x.dim(), 1)]
+    both = [x, x.transpose(0, 1)] if x.dim() > 1 else [x]
     return min((one.reshape(like.shape) for one in both), key=lambda one: distance(one, like))
 
 

@@ -269,18 +269,43 @@ def _list_steps(passes: _Passes, case: Case, seconds: float | None) -> Iterator[
     how = "between the candidate's values"
     forced, forced_output = passes.of_reference(how, instead=instead)
     models = [passes.of_reference(how, freedom, cast(instead, torch.float32)) for freedom in (FUSED, UNFUSED)]
-    before, errors = "the inputs", (0.0, 0.0)
-    for one in followed(passes.matched, "proving"):
+    block, errors, allowed = Proven("the inputs", 0.0, 0.0, None), (0.0, 0.0), seconds
+    keys = [one.reference for one in passes.matched]
+    for i, one in enumerate(followed(passes.matched, "proving")):
         key = one.reference
         x = laid_out_like(exact[key].reads, computed[one.candidate].reads)
         errors = distance(x, exact[key].reads), distance(modelled[key].reads, exact[key].reads)
         alike = forced[key].reads, [calls[key].reads for calls, _ in models], x
-        yield from _judge_between(passes.precision, f"between {before} and {key[0]}", errors, *alike)
+        between = [*_judge_between(passes.precision, f"between {block.place} and {key[0]}", errors, *alike)]
+        if i and not block.passed and any(not step.passed for step in between):
+            together = _judge_together(passes, instead, block, keys[i - 1], key, x)
+            if together.passed:
+                block, between, seconds = together, [], allowed
+        yield from (*([block] if i else []), *between)
         result = _compare_block(passes, one, case, forced[key], x, written[key], seconds)
-        yield Proven(key[0], *errors, result.worst, result)
-        before, seconds = key[0], seconds if result.passed else None  # the first cause is likely to be the others' too
+        block = Proven(key[0], *errors, result.worst, result)
+        seconds = seconds if result.passed else None  # the first cause is likely to be the others' too
+    yield block
     alike = forced_output, [x for _, x in models], laid_out_like(forced_output, output)
-    yield from _judge_between(passes.precision, f"between {before} and the output", errors, *alike)
+    yield from _judge_between(passes.precision, f"between {block.place} and the output", errors, *alike)
+
+
+def _judge_together(
+    passes: _Passes, instead: Mapping[Key, Any], block: Proven, key: Key, following: Key, mine: Tensor
+) -> Proven:
+    """Judge a block and what lies between it and the next one as one: the port may do in the other what the model does.
+
+    For example, Gemma's embedding scales what it returns, and a port may scale it after its own embedding.
+    """
+    others = {other: value for other, value in instead.items() if other != key}
+    how = f"from {block.place} on"
+    exact = passes.of_reference(how, instead=others)[0][following].reads
+    models = [
+        passes.of_reference(how, freedom, cast(others, torch.float32))[0][following].reads
+        for freedom in (FUSED, UNFUSED)
+    ]
+    judged = _judge_values(passes.precision, exact, models, mine)
+    return Proven(f"{block.place} and what follows it", block.inherited, block.expected_before, judged)
 
 
 def _judge_between(
@@ -291,9 +316,13 @@ def _judge_between(
         return
     if not exact.is_floating_point():
         raise UserError(f"{place}, the candidate has other whole numbers than the reference, such as other ids")
+    yield Proven(place, *errors, _judge_values(precision, exact, models, mine))
+
+
+def _judge_values(precision: Precision, exact: Tensor, models: Sequence[Tensor], mine: Tensor) -> TensorResult:
     golden, modelled = {_OUTPUT: GoldenTensor(exact)}, [{_OUTPUT: x} for x in models]
     (judged,) = judge(golden, modelled, {_OUTPUT: mine}, precision, packaged(), ())
-    yield Proven(place, *errors, judged)
+    return judged
 
 
 def _compare_block(

@@ -288,3 +288,29 @@ def test_blocks_that_hand_over_several_values_are_refused():
 def test_delayed_scaling_is_refused(pair):
     ended = prove(pair, write_checkpoints(pair)["original"], "-p", "fp8_delayed")
     assert "scales by earlier passes" in str(ended.exception)
+
+
+def test_a_block_is_judged_with_what_follows_it_if_a_port_divides_both_otherwise(pair):
+    """The reference's embedding scales what it returns, and the port scales what its embedding has returned."""
+    scaled = """
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return 3.0 * super().forward(ids)
+
+    class Block(nn.Module):"""
+    text = pair.read_text().replace("\nclass Block(nn.Module):", textwrap.dedent(scaled), 1)
+    text = text.replace("nn.Embedding(64, hidden)", "(Scaled if scale == 1.0 else nn.Embedding)(64, hidden)")
+    pair.write_text(text.replace("heads[0], 3.0,", "heads[0], 1.0,"))
+    ended = prove(pair, write_checkpoints(pair)["original"])
+    assert ended.exit_code == 0, ended.output
+    assert "embedding and what follows it" in rows_of(ended)
+    ended = prove(pair, write_checkpoints(pair)["original"], size="layers=3,scale=2.0")
+    assert ended.exit_code == 1
+    assert rows_of(ended)["embedding"] == "✗"
+
+
+def test_a_parameter_that_is_used_without_its_module_is_refused(pair):
+    """PyTorch computes with a parameter on the meta device, and returns what happens to be in memory."""
+    pair.write_text(pair.read_text().replace("self.head(x)", "nn.functional.linear(x, self.embedding.weight)"))
+    ended = prove(pair, write_checkpoints(pair, tied=True)["original"], size="layers=3,tied=True")
+    assert "without calling this module" in str(ended.exception)

@@ -80,7 +80,11 @@ def test_the_frequencies_of_a_scaled_rotation_are_those_of_transformers(scaling:
 
 
 def test_a_port_of_a_folder_is_printed_and_run_and_what_is_to_be_known_goes_to_stderr(tmp_path: Path) -> None:
-    config = reading.load_config("gpt2").to_dict() | {"n_layer": 3, "architectures": ["GPT2LMHeadModel"]}
+    config = reading.load_config("gpt2").to_dict() | {
+        "n_layer": 3,
+        "architectures": ["GPT2LMHeadModel"],
+        "dtype": "bfloat16",
+    }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     done = RUNNER.invoke(app, ["port", str(tmp_path)])
     assert done.exit_code == 0, done.output
