@@ -19,3 +19,7 @@ def adapt(form: Form, config: Config) -> None:
     form.experts.groups = ("config.n_group", "config.topk_group")
     form.experts.factor = "config.routed_scaling_factor"
     form.experts.tiny = "1e-20"
+    form.gaps.append(
+        "the bias that corrects the router's choice is a buffer of transformers, which no weight map holds: copy "
+        "mlp.gate.e_score_correction_bias of a checkpoint to mlp.correction yourself"
+    )
