@@ -51,8 +51,8 @@ BUGS = (
     Bug("a window one token longer", r"(config\.sliding_window)( - 1)?,", r"\1\2 + 1,", ("window",)),
     Bug(
         "another base of the rotation",
-        r", (parameters|self\.config\.rope_parameters)\[\"rope_theta\"\]",
-        ", 500.0",
+        r"base = .*\[\"rope_theta\"\]$",
+        "base = 500.0",
         ("rope-base",),
     ),
     Bug("other channels rotated", r"interleaved=(True|False)", r"interleaved=not \1", ("rope-layout",)),
