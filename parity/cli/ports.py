@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from parity import shown
 from parity.api import compare
 from parity.case import registry
+from parity.case.case import Case
 from parity.ports.reading import load_config
 from parity.ports.writing import write
 from parity.report.failure import causes_and_figures
@@ -37,15 +39,28 @@ def port(source: str, runs: bool, seconds: float) -> bool:
     print(text, end="")
     for title, told in (("TE differs", form.gaps), ("not known of the model", form.unknown)):
         for one in told:
-            _tell(f"{title}: {one}")
+            _print_line(f"{title}: {one}")
     try:
         results = run_port(text, form.kind, _PRECISIONS, seconds) if runs else []
     except UserError as error:  # such as a weight map that does not fit
-        _tell(f"✗ the port does not run yet: {error}")
+        _print_line(f"✗ the port does not run yet: {error}")
         return False
     for result in results:
         _tell_result(result)
     return all(result.passed for result in results)
+
+
+@contextmanager
+def declared_pairs(text: str, kind: str) -> Iterator[list[Case]]:
+    """Declare the pairs of a port, which is Python, as long as this context lasts."""
+    declared = registry.cases()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{kind}_port.py")
+        file.write_text(text, encoding="utf-8")
+        try:
+            yield registry.load_file(file)
+        finally:
+            registry.restore(declared)
 
 
 def run_port(text: str, kind: str, precisions: Sequence[str], seconds: float) -> list[Result]:
@@ -57,25 +72,18 @@ def run_port(text: str, kind: str, precisions: Sequence[str], seconds: float) ->
         precisions: as of ``parity.compare``.
         seconds: real time for each search for a cause.
     """
-    declared = registry.cases()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, f"{kind}_port.py")
-        file.write_text(text, encoding="utf-8")
-        try:
-            cases = registry.load_file(file)
-            return [result for case in cases for result in compare(case, precisions, diagnosis_seconds=seconds)]
-        finally:
-            registry.restore(declared)
+    with declared_pairs(text, kind) as cases:
+        return [result for case in cases for result in compare(case, precisions, diagnosis_seconds=seconds)]
 
 
 def _tell_result(result: Result) -> None:
     mark = "✓" if result.passed else "✗"
     margin = f", margin {short(result.margin)}" if result.status in ("passed", "failed") else ""
-    _tell(f"{mark} {result.item}: {result.status}{margin}")
+    _print_line(f"{mark} {result.item}: {result.status}{margin}")
     if not result.passed:
         for line in causes_and_figures(Item((result,))):
-            _tell(f"  {line}")
+            _print_line(f"  {line}")
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     print(shown.text(line), file=sys.stderr)

@@ -81,7 +81,7 @@ def prove_checkpoint(
     pair = with_buffers_alone(case, kernels.te, chosen)
     inputs = draw_inputs(pair, chosen, Rng(0))
     if ids is not None or text is not None:
-        inputs = _with_ids(inputs, _read_ids(ids) if ids is not None else _tokenize(source, text))
+        inputs = _with_ids(inputs, _read_ids(ids) if ids is not None else _tokenize_text(source, text))
     proof = prove(pair, *weights, inputs, case, at, kernels, seconds)
     print(shown.text("\n".join(_list_lines(proof))))
     return not proof.wrong
@@ -119,7 +119,7 @@ def _read_ids(path: Path) -> Tensor:
     return ids.long()
 
 
-def _tokenize(source: Path, text: Path | None) -> Tensor:
+def _tokenize_text(source: Path, text: Path | None) -> Tensor:
     assert text is not None
     try:
         from transformers import AutoTokenizer
@@ -172,11 +172,11 @@ def _list_ends(proof: Proof) -> Iterator[tuple[str, str, str]]:
             "KL divergence, mean": [short(one.mean) for one in both],
             "KL divergence, largest": [short(one.largest) for one in both],
             "top-1 agreement": [f"{one.agreement:.2%}" for one in both],
-            f"perplexity, more than {proof.logits.perplexity:.4g}": [_signed(one) for one in both],
+            f"perplexity, more than {proof.logits.perplexity:.4g}": [_format_signed(one) for one in both],
         }
         for name, (port, expected) in told.items():
             yield name, port, expected
 
 
-def _signed(apart: Apart) -> str:
+def _format_signed(apart: Apart) -> str:
     return f"{apart.perplexity:+.2g}"

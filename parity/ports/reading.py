@@ -288,11 +288,10 @@ def _width_of_heads(config: Config) -> str:
 
 def _read_attention(structure: Structure) -> Attention:
     config, module = structure.config, structure.attention()
-    head_dim = _width_of_heads(config)
     found = Attention(
         "config.num_attention_heads",
         expression_of(config, "num_key_value_heads") or "config.num_attention_heads",
-        head_dim,
+        _width_of_heads(config),
         causal=bool(getattr(module, "is_causal", getattr(config, "is_decoder", False))),
         softcap=expression_of(config, "attn_logit_softcapping"),
         sinks=structure.has("sinks"),
@@ -404,10 +403,11 @@ def _pairs_neighbours(model: nn.Module) -> bool:
 
 def _read_mlp(structure: Structure) -> Mlp:
     config = structure.config
-    activation = find_attribute(config, "hidden_act", "hidden_activation", "activation_function", "hidden_activation")
+    activation = find_attribute(config, "hidden_act", "hidden_activation", "activation_function")
     width = expression_of(config, "intermediate_size", "n_inner", "ffn_dim", "hidden_dim")
+    all_sparse = len(structure.sparse) == len(structure.layers)
     return Mlp(
-        width or "4 * config.hidden_size",
+        "" if all_sparse else width or "4 * config.hidden_size",
         str(activation or "gelu"),
         gated=structure.has("gate") or structure.has("gate_up"),
         bias=any(structure.has(role, "bias") for role in ("up", "gate_up", "down")),
@@ -439,13 +439,14 @@ def _read_experts(structure: Structure) -> Experts | None:
 def _read_placement(structure: Structure) -> Placement:
     names = structure.names
     before, after = "norm_before_attention" in names, "norm_after_attention" in names
+    shares_norm = before and "norm_before_mlp" not in names and not after
     factor = find_attribute(structure.config, "residual_multiplier")
     return Placement(
         before,
         after,
         of_sum=after and not before and structure.has("norm_after_attention", "bias"),
-        one_norm=before and "norm_before_mlp" not in names and not after,
-        parallel=before and "norm_before_mlp" not in names and not after,
+        one_norm=shares_norm,
+        parallel=shares_norm,
         factor="config.residual_multiplier" if factor not in (None, 1.0) else "",
         first_is_bare=any(
             isinstance(module, nn.Identity) and _find_role(name) == "norm_before_attention"

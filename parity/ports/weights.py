@@ -27,7 +27,7 @@ def quote(name: str) -> str:
     return f'"{name}"'
 
 
-def _call(function: str, *terms: str) -> str:
+def _write_call(function: str, *terms: str) -> str:
     return f"parity.{function}({', '.join(terms)})"
 
 
@@ -44,7 +44,7 @@ def _list_missing(form: Form, held: Collection[str], name: str) -> Entries:
     )
     for kind, value in kinds.items():
         if kind not in held:
-            yield _call("constant", value, "config.hidden_size"), quote(f"{name}{kind}")
+            yield _write_call("constant", value, "config.hidden_size"), quote(f"{name}{kind}")
 
 
 def _list_attention(structure: Structure, form: Form) -> Entries:
@@ -53,7 +53,7 @@ def _list_attention(structure: Structure, form: Form) -> Entries:
     if form.placement.before:
         for kind, name in names["norm_before_attention"].items():
             ours = quote(f"attention.qkv.layer_norm_{kind}")
-            shared = _call("copies", ours, quote(f"{mlp_norm(form)}_{kind}"))
+            shared = _write_call("copies", ours, quote(f"{mlp_norm(form)}_{kind}"))
             yield quote(name), shared if form.placement.one_norm else ours
         yield from _list_missing(form, names["norm_before_attention"], "attention.qkv.layer_norm_")
     for kind in ("weight", "bias"):
@@ -63,20 +63,28 @@ def _list_attention(structure: Structure, form: Form) -> Entries:
             if form.qkv_by_head:
                 yield (
                     fused,
-                    _call("interleaved_qkv", *parts, f"groups={attention.groups}", f"head_dim={attention.head_dim}"),
+                    _write_call(
+                        "interleaved_qkv", *parts, f"groups={attention.groups}", f"head_dim={attention.head_dim}"
+                    ),
                 )
             else:
-                yield _call("transpose", fused) if transposed and kind == "weight" else fused, _call("stack", *parts)
+                yield (
+                    _write_call("transpose", fused) if transposed and kind == "weight" else fused,
+                    _write_call("stack", *parts),
+                )
         for role, part in zip(("query", "key", "value"), parts, strict=True):
             if structure.has(role, kind):
                 yield quote(names[role][kind]), part
         if structure.has("out", kind):
             out = quote(names["out"][kind])
-            yield _call("transpose", out) if transposed and kind == "weight" else out, quote(f"attention.out.{kind}")
+            yield (
+                _write_call("transpose", out) if transposed and kind == "weight" else out,
+                quote(f"attention.out.{kind}"),
+            )
     for role, width in (("query", "heads"), ("key", "groups"), ("value", "groups")):
         if attention.biases & {"query", "key", "value"} and role not in attention.biases:
             rows = f"{getattr(attention, width)} * ({attention.head_dim})"
-            yield _call("constant", "0.0", rows), quote(f"attention.qkv.{role}_bias")
+            yield _write_call("constant", "0.0", rows), quote(f"attention.qkv.{role}_bias")
     for role in ("query_norm", "key_norm"):
         for kind, name in names.get(role, {}).items():
             yield quote(name), quote(f"attention.{role}.{kind}")
@@ -118,15 +126,15 @@ def _list_mlp(structure: Structure, form: Form) -> Entries:
         first, second = quote(f"mlp.fc1{joint}{kind}"), quote(f"mlp.fc2{joint}{kind}")
         turned = form.transposed and kind == "weight"
         if structure.has("gate", kind):
-            yield _call("stack", quote(names["gate"][kind]), quote(names["up"][kind])), first
+            yield _write_call("stack", quote(names["gate"][kind]), quote(names["up"][kind])), first
         else:
             for role in ("gate_up", "up"):
                 if structure.has(role, kind):
                     name = quote(names[role][kind])
-                    yield _call("transpose", name) if turned else name, first
+                    yield _write_call("transpose", name) if turned else name, first
         if structure.has("down", kind):
             name = quote(names["down"][kind])
-            yield _call("transpose", name) if turned else name, second
+            yield _write_call("transpose", name) if turned else name, second
 
 
 def _list_experts(structure: Structure, form: Form) -> Entries:
@@ -139,13 +147,13 @@ def _list_experts(structure: Structure, form: Form) -> Entries:
     for kind, name in names["router"].items():
         yield quote(name), quote(f"mlp.router.{kind}")
     for role, layer in (("experts_in", "fc1"), ("experts_out", "fc2")):
-        term = _call("experts", quote(f"mlp.{layer}.weight{{e}}"))
+        term = _write_call("experts", quote(f"mlp.{layer}.weight{{e}}"))
         name = quote(names[role]["weight"])
-        yield name, _call("rearrange", term, '"e o i -> e i o"') if form.experts.transposed else term
+        yield name, _write_call("rearrange", term, '"e o i -> e i o"') if form.experts.transposed else term
         if structure.has(f"{role}_bias"):
-            yield quote(names[f"{role}_bias"]["weight"]), _call("experts", quote(f"mlp.{layer}.bias{{e}}"))
+            yield quote(names[f"{role}_bias"]["weight"]), _write_call("experts", quote(f"mlp.{layer}.bias{{e}}"))
     if form.experts.shared:
-        stacked = _call("stack", quote(names["shared_gate"]["weight"]), quote(names["shared_up"]["weight"]))
+        stacked = _write_call("stack", quote(names["shared_gate"]["weight"]), quote(names["shared_up"]["weight"]))
         yield stacked, quote("mlp.shared_fc1.weight")
         yield quote(names["shared_down"]["weight"]), quote("mlp.shared_fc2.weight")
     if form.experts.shared_gate:

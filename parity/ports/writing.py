@@ -46,7 +46,7 @@ def write(config: Config) -> tuple[str, Form]:
         form.unknown.append(f"te-parity has no page for {form.kind}; this is what names and modules tell of it")
     map_weights(structure, form)
     _note_gaps(form, config)
-    return _render(form, config), form
+    return _render_port(form, config), form
 
 
 def _note_gaps(form: Form, config: Config) -> None:
@@ -80,7 +80,7 @@ def _list_scaled(form: Form) -> list[str]:
     return sorted({kind for kind in kinds if kind != "default"})
 
 
-def _render(form: Form, config: Config) -> str:
+def _render_port(form: Form, config: Config) -> str:
     scaled = _list_scaled(form)
     activation, arguments = _IN_TORCH.get(form.mlp.activation, ("", ""))
     if not activation:
@@ -95,8 +95,8 @@ def _render(form: Form, config: Config) -> str:
         .get_template("port.py.jinja")
         .render(
             form=form,
-            config=_show(held),
-            small=_show(shrink(config)),
+            config=_show_mapping(held),
+            small=_show_mapping(shrink(config)),
             scaled=scaled,
             activation=activation,
             arguments=arguments,
@@ -121,7 +121,7 @@ def _takes_pooling(form: Form) -> bool:
     return "add_pooling_layer" in kind.__init__.__code__.co_varnames
 
 
-def _show(held: Mapping[str, Any]) -> str:
+def _show_mapping(held: Mapping[str, Any]) -> str:
     """Return a mapping as Python, an entry a line."""
     lines = (f"    {_show_value(name)}: {_show_value(value)}," for name, value in held.items())
     return "\n".join(("{", *lines, "}"))

@@ -108,7 +108,7 @@ class Blocks:
             else:
                 # What depends on the inputs requires a gradient, and the block may write to what it is given.
                 leaf = reads.clone().requires_grad_(reads.is_floating_point() and torch.is_grad_enabled())
-                with self._filled(part, path, dtype, stored) as parameters, alone(parameters):
+                with self._holding_parameters(part, path, dtype, stored) as parameters, alone(parameters):
                     args, kwargs = with_stream(given, leaf.clone())
                     returned = tree_map_only(Tensor, Tensor.detach, forward(*args, **kwargs))
                 returned = with_stream(returned, store(stream_of(returned)))
@@ -120,7 +120,7 @@ class Blocks:
             for path in self.names:
                 part = self.module.get_submodule(path)
                 if path in self._around:
-                    stack.enter_context(self._filled(part, path, dtype, stored))
+                    stack.enter_context(self._holding_parameters(part, path, dtype, stored))
                 else:
                     stack.callback(vars(part).pop, "forward")
                     part.forward = partial(called, path, part, part.forward)
@@ -130,25 +130,27 @@ class Blocks:
     def part(self, path: str, dtype: torch.dtype | None = None) -> nn.Module:
         """Return a block by itself, with copies of its parameters, in their own dtype if none is given."""
         part = copy.deepcopy(self.module.get_submodule(path))
-        for parameter in self._fill(part, path, dtype):
+        for parameter in self._fill_parameters(part, path, dtype):
             parameter.data = parameter.data.clone()
         return part
 
     @contextmanager
-    def _filled(self, part: nn.Module, path: str, *dtypes: torch.dtype | None) -> Iterator[list[nn.Parameter]]:
-        before = [(owner, key, owner._parameters[key]) for owner, key in _places(part, self.names[path])]
+    def _holding_parameters(
+        self, part: nn.Module, path: str, *dtypes: torch.dtype | None
+    ) -> Iterator[list[nn.Parameter]]:
+        before = [(owner, key, owner._parameters[key]) for owner, key in _find_places(part, self.names[path])]
         try:
-            yield self._fill(part, path, *dtypes)
+            yield self._fill_parameters(part, path, *dtypes)
         finally:
             for owner, key, parameter in before:
                 owner._parameters[key] = parameter
 
-    def _fill(
+    def _fill_parameters(
         self, part: nn.Module, path: str, dtype: torch.dtype | None, stored: torch.dtype | None = None
     ) -> list[nn.Parameter]:
         firsts = self.names[path].values()
         values, filled = self._read(list(dict.fromkeys(firsts))), dict[str, nn.Parameter]()
-        for (owner, key), first in zip(_places(part, self.names[path]), firsts, strict=True):
+        for (owner, key), first in zip(_find_places(part, self.names[path]), firsts, strict=True):
             empty = owner._parameters[key]
             assert empty is not None
             if first not in filled:
@@ -171,7 +173,7 @@ class _RequireValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _places(part: nn.Module, names: Mapping[str, str]) -> list[tuple[nn.Module, str]]:
+def _find_places(part: nn.Module, names: Mapping[str, str]) -> list[tuple[nn.Module, str]]:
     split = [name.rpartition(".") for name in names]
     return [(part.get_submodule(owner), key) for owner, _, key in split]
 

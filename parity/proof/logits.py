@@ -45,10 +45,10 @@ def compare_logits(exact: Tensor, computed: Tensor, modelled: Tensor, ids: Tenso
         return None
     golden = exact.double().log_softmax(-1)
     perplexity = _measure_perplexity(golden, ids)
-    return Logits(perplexity, *(_measure(golden, x, ids, perplexity) for x in (computed, modelled)))
+    return Logits(perplexity, *(_measure_distance(golden, x, ids, perplexity) for x in (computed, modelled)))
 
 
-def _measure(golden: Tensor, logits: Tensor, ids: Tensor, perplexity: float) -> Apart:
+def _measure_distance(golden: Tensor, logits: Tensor, ids: Tensor, perplexity: float) -> Apart:
     other = logits.double().log_softmax(-1)
     divergence = F.kl_div(other, golden, reduction="none", log_target=True).sum(-1)
     agree = (golden.argmax(-1) == other.argmax(-1)).double()

@@ -136,6 +136,9 @@ def prove(
 # The passes.
 
 
+_Pass = tuple[dict[Key, Call], Tensor]  # the calls of blocks, and the output
+
+
 class _Passes:
     def __init__(
         self,
@@ -165,14 +168,14 @@ class _Passes:
         return next(x for x in tree_leaves(self._inputs) if isinstance(x, Tensor))
 
     def _read_candidate(self, wanted: Collection[str]) -> Mapping[str, Tensor]:
-        return self._converted or self._convert(wanted)
+        return self._converted or self._convert_weights(wanted)
 
     def holds_what_the_map_says(self, path: str) -> bool:
         """Return whether the candidate's block has the weights that the map makes of the original ones."""
-        mapped, held = self._convert(self.candidate.names[path].values()), self._converted
+        mapped, held = self._convert_weights(self.candidate.names[path].values()), self._converted
         return held is None or all(torch.equal(x, held[name].to(x.dtype)) for name, x in mapped.items())
 
-    def _convert(self, wanted: Collection[str]) -> dict[str, Tensor]:
+    def _convert_weights(self, wanted: Collection[str]) -> dict[str, Tensor]:
         """Return the candidate's parameters of these names as the map makes them of the original ones."""
         given, found = self._original, dict[str, Tensor]()
         for left, right in self.pair.weights.items():
@@ -198,9 +201,9 @@ class _Passes:
             The calls of its blocks, and its output.
         """
         dtype = torch.float64 if freedom is None else torch.float32
-        call = partial(_call, self.pair.call_reference, cast(self._inputs, dtype))
+        call = partial(_call_module, self.pair.call_reference, cast(self._inputs, dtype))
         cast_module(self.pair.reference, dtype)
-        with _telling(f"the reference {how}"):
+        with _naming_module(f"the reference {how}"):
             if freedom is None:
                 with in_fp64():
                     stored = None if instead is None else self.precision.dtype
@@ -219,17 +222,23 @@ class _Passes:
                 )
             return calls, rounding.store_part(stream_of(returned).detach())
 
+    def of_reference_given(self, instead: Mapping[Key, Any], how: str) -> tuple[_Pass, list[_Pass]]:
+        """Run the reference with values in place of what calls return, in FP64 and under each rounding model."""
+        rounded_to = cast(instead, torch.float32)
+        modelled = [self.of_reference(how, freedom, rounded_to) for freedom in (FUSED, UNFUSED)]
+        return self.of_reference(how, instead=instead), modelled
+
     @fresh_caches()
     @fresh_quantization()
     def _of_candidate(self) -> tuple[dict[Key, Call], Tensor]:
         dtype = self.precision.dtype
-        with _telling("the candidate"), self.precision.autocast(self.kernels):
-            call = partial(_call, self.pair.call_candidate, cast(self._inputs, dtype))
+        with _naming_module("the candidate"), self.precision.autocast(self.kernels):
+            call = partial(_call_module, self.pair.call_candidate, cast(self._inputs, dtype))
             calls, returned = self.candidate.run(call, dtype)
         return calls, stream_of(returned)
 
 
-def _call(call: Callable[..., Any] | None, inputs: Any, module: nn.Module) -> Any:
+def _call_module(call: Callable[..., Any] | None, inputs: Any, module: nn.Module) -> Any:
     args, kwargs = as_arguments(inputs)
     return call(module, *args, **kwargs) if call else module(*args, **kwargs)
 
@@ -242,7 +251,7 @@ def _fill_buffers(module: nn.Module, given: Mapping[str, Tensor], device: torch.
 
 
 @contextmanager
-def _telling(who: str) -> Iterator[None]:
+def _naming_module(who: str) -> Iterator[None]:
     """Turn what a pair's module raises in this context into a ``UserError``."""
     try:
         yield
@@ -267,8 +276,7 @@ def _list_steps(passes: _Passes, case: Case, seconds: float | None) -> Iterator[
         written[one.reference] = laid_out_like(stream_of(returned), mine)
         instead[one.reference] = with_stream(returned, written[one.reference].double())
     how = "between the candidate's values"
-    forced, forced_output = passes.of_reference(how, instead=instead)
-    models = [passes.of_reference(how, freedom, cast(instead, torch.float32)) for freedom in (FUSED, UNFUSED)]
+    (forced, forced_output), models = passes.of_reference_given(instead, how)
     block, errors, allowed = Proven("the inputs", 0.0, 0.0, None), (0.0, 0.0), seconds
     keys = [one.reference for one in passes.matched]
     for i, one in enumerate(followed(passes.matched, "proving")):
@@ -298,13 +306,9 @@ def _judge_together(
     For example, Gemma's embedding scales what it returns, and a port may scale it after its own embedding.
     """
     others = {other: value for other, value in instead.items() if other != key}
-    how = f"from {block.place} on"
-    exact = passes.of_reference(how, instead=others)[0][following].reads
-    models = [
-        passes.of_reference(how, freedom, cast(others, torch.float32))[0][following].reads
-        for freedom in (FUSED, UNFUSED)
-    ]
-    judged = _judge_values(passes.precision, exact, models, mine)
+    (exact, _), models = passes.of_reference_given(others, f"from {block.place} on")
+    modelled = [calls[following].reads for calls, _ in models]
+    judged = _judge_values(passes.precision, exact[following].reads, modelled, mine)
     return Proven(f"{block.place} and what follows it", block.inherited, block.expected_before, judged)
 
 

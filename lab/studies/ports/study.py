@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from lab.studies.settings import check_names
 from lab.threads import one_thread
 from parity import te
 from parity.api import compare
-from parity.case import registry
+from parity.cli.ports import declared_pairs
 from parity.measuring import record
 from parity.measuring.record import Campaign, FourDigits
 from parity.ports import pages, reading, writing
@@ -85,7 +84,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Trial, Said], Se
     check_names("precisions", (*settings.precisions, *settings.wrong_precisions), PRECISIONS)
     campaign: Campaign[Trial, Said] = Campaign(folder / RECORD, Said, code=record.code_of(__name__))
     with one_thread():
-        return campaign.complete(_list_trials(settings), _judge, "judging", settings.workers or None), settings
+        return campaign.complete(_list_trials(settings), _judge_trial, "judging", settings.workers or None), settings
 
 
 def _list_trials(settings: Settings) -> list[Trial]:
@@ -104,7 +103,7 @@ def _list_trials(settings: Settings) -> list[Trial]:
     return right + wrong
 
 
-def _judge(one: Trial) -> Said:
+def _judge_trial(one: Trial) -> Said:
     """Write the port, plant the mistake, and compare; ``not planted`` if the mistake fits nowhere."""
     config = reading.load_config(one.model)
     for name, value in _SET.get(one.model, {}).items():
@@ -116,7 +115,7 @@ def _judge(one: Trial) -> Said:
         if text == right:
             return Said((), 0.0, (), "not planted")
     try:
-        results = list(_compare(text, form.kind, one))
+        results = list(_compare_pairs(text, form.kind, one))
     except UserError as error:
         return Said((("", "does not run"),), 0.0, (), str(error))
     findings = [finding for _, result in results for finding in result.findings]
@@ -130,20 +129,14 @@ def _judge(one: Trial) -> Said:
     )
 
 
-def _compare(text: str, kind: str, one: Trial) -> Iterator[tuple[str, Result]]:
+def _compare_pairs(text: str, kind: str, one: Trial) -> Iterator[tuple[str, Result]]:
     """Yield the names and results of a port's pairs; of a wrong port, only of the pass."""
-    declared = registry.cases()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, f"{kind}_port.py")
-        file.write_text(text, encoding="utf-8")
-        try:
-            for case in registry.load_file(file)[: 1 if one.bug else None]:
-                for result in compare(
-                    case, [one.precision], seeds=[one.seed], backend=one.backend, diagnosis_seconds=_SECONDS
-                ):
-                    yield case.name, result
-        finally:
-            registry.restore(declared)
+    with declared_pairs(text, kind) as cases:
+        for case in cases[: 1 if one.bug else None]:
+            for result in compare(
+                case, [one.precision], seeds=[one.seed], backend=one.backend, diagnosis_seconds=_SECONDS
+            ):
+                yield case.name, result
 
 
 def write(found: Mapping[Trial, Said], settings: Settings, folder: Path) -> Path:

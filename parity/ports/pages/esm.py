@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from parity.ports.form import Form
-from parity.ports.reading import Config
+from parity.ports.form import Config, Form
 
 
 def adapt(form: Form, config: Config) -> None:

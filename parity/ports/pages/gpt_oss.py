@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from parity.ports.form import Form
-from parity.ports.reading import Config
+from parity.ports.form import Config, Form
 
 
 def adapt(form: Form, config: Config) -> None:
     assert form.experts is not None
-    form.mlp.width = ""
     form.experts.score = "softmax_of_chosen"
     form.experts.transposed = True
     form.experts.gating = "interleaved"
