@@ -14,8 +14,7 @@ from parity.case import registry
 from parity.case.case import Case
 from parity.ports.reading import load_config
 from parity.ports.writing import write
-from parity.report.failure import causes_and_figures
-from parity.report.numbers import short
+from parity.report.failure import causes_and_figures, describe_verdict
 from parity.report.record import Item
 from parity.result import Result
 from parity.user_error import UserError
@@ -77,9 +76,7 @@ def run_port(text: str, kind: str, precisions: Sequence[str], seconds: float) ->
 
 
 def _tell_result(result: Result) -> None:
-    mark = "✓" if result.passed else "✗"
-    margin = f", margin {short(result.margin)}" if result.status in ("passed", "failed") else ""
-    _print_line(f"{mark} {result.item}: {result.status}{margin}")
+    _print_line(describe_verdict(result.item, result))
     if not result.passed:
         for line in causes_and_figures(Item((result,))):
             _print_line(f"  {line}")

@@ -17,7 +17,7 @@ from parity.recordings.environment import compare_environments, describe_environ
 from parity.recordings.folder import StoredPass, read
 from parity.recordings.joined import group_ranks
 from parity.recordings.judged import JudgedPass, judge_pass
-from parity.report.failure import causes_and_figures
+from parity.report.failure import causes_and_figures, describe_verdict
 from parity.report.numbers import plural, short
 from parity.report.record import Item
 from parity.search.located import describe_end, describe_place
@@ -103,9 +103,7 @@ def _judge_dump(folder: Path, files: Sequence[DumpedFile], precision: str, backe
 
 def _list_verdict(one: JudgedPass) -> Iterator[str]:
     result = one.result
-    mark = "✓" if result.passed else "✗"
-    margin = f", margin {short(result.margin)}" if result.status in ("passed", "failed") else ""
-    yield f"{mark} {one.stored.index} at {one.precision}: {result.status}{margin}"
+    yield describe_verdict(f"{one.stored.index} at {one.precision}", result)
     if not result.passed:
         yield from (f"  {line}" for line in causes_and_figures(Item((result,))))
     if one.stages is not None:

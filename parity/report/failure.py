@@ -46,6 +46,13 @@ def message(item: Item, details: bool = False, limits: str = "") -> str:
     return shown.text("\n".join([*lines, f"reproduce: {_as_here()}{reproduce(item.worst, limits)}"]))
 
 
+def describe_verdict(name: str, result: Result) -> str:
+    """Return a result in one line: a mark, what was judged, its status and, if there is one, the margin."""
+    mark = "✓" if result.passed else "✗"
+    margin = f", margin {short(result.margin)}" if result.status in ("passed", "failed") else ""
+    return f"{mark} {name}: {result.status}{margin}"
+
+
 def causes_and_figures(item: Item) -> Iterator[str]:
     """Yield the lines on a failed item that say what is wrong and why, with the evidence."""
     yield _first_line(item)
