@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from parity.api import compare
     from parity.case.case import Case, Pair, Training
     from parity.case.decoding import Decoding
+    from parity.case.recipes import recipe
     from parity.case.registry import pair
     from parity.case.weight_map import (
         constant,
@@ -57,6 +58,7 @@ __all__ = [
     "over",
     "pair",
     "rearrange",
+    "recipe",
     "recording",
     "reference",
     "reorder",
@@ -92,6 +94,7 @@ _HOME = {
     "over": "ranks.layout",
     "pair": "case.registry",
     "rearrange": "case.weight_map",
+    "recipe": "case.recipes",
     "recording": "recordings.recording",
     "reorder": "case.weight_map",
     "rope_halves": "case.weight_map",

@@ -11,12 +11,13 @@ from typing import Literal
 
 from parity import te
 from parity.case.case import SWITCHES_OVER_RANKS, Case, Pair, as_case, checked_steps, checked_switches
+from parity.case.recipes import name_precisions
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import Table, packaged
 from parity.ranks.layout import degrees
 from parity.result import Result, Switch
-from parity.settings import check_precisions, default_seconds
+from parity.settings import PRECISION_NAMES, default_seconds
 from parity.te import PRECISIONS, Backend, Precision
 from parity.te.attention_backend import AttentionBackend, checked_choice
 from parity.user_error import UserError
@@ -32,8 +33,7 @@ def checked_precisions(precisions: object) -> list[str]:
     """Return the names of the precisions, at least one, all of them known."""
     if isinstance(precisions, str) or not isinstance(precisions, Iterable):
         raise UserError(f'precisions must be a list of names, such as ["bf16"], not {precisions!r}')
-    names = list(precisions)
-    check_precisions(names, "precisions")
+    names = list(name_precisions(precisions, "precisions"))
     if not names:
         raise UserError("precisions is empty; leave it out for all of them")
     return names
@@ -88,7 +88,7 @@ def _require_seed(seed: object) -> int:
 
 def compare(
     pair: Case | Pair,
-    precisions: Sequence[str] = tuple(PRECISIONS),
+    precisions: Sequence[str | Precision] = PRECISION_NAMES,
     seeds: Iterable[int] = (0,),
     backend: Backend | Literal["auto"] = "auto",
     calibration: Table | None = None,
@@ -106,7 +106,7 @@ def compare(
     Args:
         pair: a function decorated with ``@parity.pair``, or a ``parity.Pair`` of modules, which are compared with the
             weights that they hold unless it says ``fill=True``.
-        precisions: names from ``parity.te.PRECISIONS``.
+        precisions: names from ``parity.te.PRECISIONS``, and what ``parity.recipe`` returns.
         seeds: seeds of weights, inputs and output gradients.
         backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run.
         calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.

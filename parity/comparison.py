@@ -609,7 +609,8 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     yield from prepared.apart
     not_compared = prepared.golden.not_compared
     compared = tensors, candidate.tensors, prepared.reference, not_compared
-    yield from remarks(*compared, precision.dtype, precision.recipe, log_probs)
+    recipe = type(precision.new_recipe()).__name__ if precision.recipe else None
+    yield from remarks(*compared, precision.dtype, recipe, log_probs)
     golden = golden_tensors(prepared)
     yield from pictures.describe_pictures(log_probs, candidate.tensors, golden, models)
     if prepared.evaluation:

@@ -21,6 +21,9 @@ else:
 
 PRECISION_NAMES = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
+DECLARED_PRECISIONS: dict[str, str] = {}
+"""Those that ``parity.recipe`` has declared: ``FILE::NAME`` by name."""
+
 
 def check_precisions(names: Iterable[object], where: str) -> None:
     """Check that every name is that of a precision.
@@ -33,10 +36,12 @@ def check_precisions(names: Iterable[object], where: str) -> None:
         UserError: for the first name that is unknown; suggests the nearest one.
     """
     for name in names:
-        if name not in PRECISION_NAMES:
+        if name not in PRECISION_NAMES and name not in DECLARED_PRECISIONS:
             close = difflib.get_close_matches(str(name).lower(), PRECISION_NAMES, n=1)
             there_are = f"did you mean {close[0]}? There are" if close else "there are"
-            raise UserError(f"unknown precision {name!r} in {where}; {there_are} {', '.join(PRECISION_NAMES)}")
+            known = ", ".join([*PRECISION_NAMES, *DECLARED_PRECISIONS])
+            yours = "and FILE::NAME for a parity.recipe of yours"
+            raise UserError(f"unknown precision {name!r} in {where}; {there_are} {known}, {yours}")
 
 
 # The most steps that a pair may be trained for.

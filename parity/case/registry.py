@@ -83,7 +83,9 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
     """Return names that ``parity.te`` knows; None stays None."""
     if precisions is None:
         return None
-    chosen = _require_names("precisions", precisions)
+    if isinstance(precisions, str) or not isinstance(precisions, Iterable):
+        raise UserError(f'precisions must be a list, such as ["bf16"], not {precisions!r}')
+    chosen = tuple(str(getattr(each, "name", each)) for each in precisions)  # parity.recipe returns an object
     if not chosen:
         raise UserError("precisions is empty; leave it out for all that the run asks for")
     check_precisions(chosen, "precisions")
@@ -181,7 +183,7 @@ def pair(
     name: str,
     *,
     sizes: Iterable[Size] = ({},),
-    precisions: Iterable[str] | None = None,
+    precisions: Iterable[str | te.Precision] | None = None,
     marks: Iterable[str] = (),
     vary_constants: bool = True,
     probe: bool = True,
@@ -195,7 +197,8 @@ def pair(
     Args:
         name: unique over all cases; letters, digits, ``_``, ``-`` and ``.``.
         sizes: keyword arguments of the factory, one dict for each size at which the pair is compared.
-        precisions: names from ``parity.te.PRECISIONS``; None means all that the run asks for.
+        precisions: names from ``parity.te.PRECISIONS``, and what ``parity.recipe`` returns; None means all that the
+            run asks for.
         marks: names of pytest marks.
         vary_constants: whether parameters whose elements are all equal get noise, so that one that was never copied
             shows.

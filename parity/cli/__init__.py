@@ -464,12 +464,12 @@ def calibrate(
     from parity.cli import suite
     from parity.measuring import calibration
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
-    from parity.te import PRECISIONS
+    from parity.settings import PRECISION_NAMES
 
     check_file(output, "-o")
     if report is not None:
         check_file(report, "--report")
-    chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
+    chosen = parse_precisions(",".join(precision or ())) or PRECISION_NAMES
     settings = calibration.Settings(suite.right_ports(paths), chosen, parse_seeds(seeds), draws, parse_backend(backend))
     calibration.make_table(settings, workers, output, report, accept_wider)
     print(f"table: {output}")
@@ -498,10 +498,10 @@ def false_alarms(
     from parity.measuring import false_alarms as count
     from parity.measuring.right_ports import DRAWN_MODELS
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
-    from parity.te import PRECISIONS
+    from parity.settings import PRECISION_NAMES
 
     check_file(out, "--out")
-    chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
+    chosen = parse_precisions(",".join(precision or ())) or PRECISION_NAMES
     ports = (*suite.right_ports(paths), *(() if paths else (DRAWN_MODELS,)))
     plan = count.Plan(ports, chosen, parse_seeds(seeds), own, parse_backend(backend))
     outcomes = count.run(plan, out.with_suffix(".jsonl"), workers)

@@ -18,6 +18,7 @@ from parity.measuring.throughput import command, workload
 from parity.plugin.options import parse_backend, parse_precisions
 from parity.progress import Following
 from parity.report import environment
+from parity.settings import PRECISION_NAMES
 from parity.te import PRECISIONS
 from parity.user_error import UserError
 
@@ -79,7 +80,6 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Return what PyTorch, TransformerEngine and the machine say. Missing parts are reported, not raised."""
     from parity import te
-    from parity.te import PRECISIONS
 
     reason = te.why_no_gpu()
     # A process loads TE for one backend only.
@@ -93,7 +93,7 @@ def diagnose() -> Diagnosis:
 def availability(backend: Literal["gpu", "cpu"]) -> Availability:
     """Return, for each precision's name, ``yes`` or the reason why this process cannot run it on these kernels."""
     from parity import te
-    from parity.te import PRECISIONS, why_unavailable
+    from parity.te import why_unavailable
 
     try:
         kernels = te.kernels(backend)
@@ -201,7 +201,7 @@ def run(
     if sizes not in SIZES:
         raise UserError(f"--sizes is {sizes!r}, but must be one of {', '.join(SIZES)}")
     asked = parse_backend(backend)
-    chosen = parse_precisions(precisions, "--precisions") or tuple(PRECISIONS)
+    chosen = parse_precisions(precisions, "--precisions") or PRECISION_NAMES
     on_gpu = asked != "cpu" and te.why_no_gpu() is None
     if cases:
         workloads = workload.declared(cases)

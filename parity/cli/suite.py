@@ -28,7 +28,7 @@ from parity.plugin.options import check_file
 from parity.progress import Following, followed, is_quiet
 from parity.report import markdown
 from parity.report.markdown import Curve
-from parity.settings import of_project
+from parity.settings import PRECISION_NAMES, of_project
 from parity.te import PRECISIONS, why_unavailable
 from parity.trainings.band import Band, band_of
 from parity.trainings.training import train_at
@@ -542,7 +542,7 @@ def train(
         (case, checked, PRECISIONS[name], seed)
         for case in cases(paths)
         for checked in check_case(case, kernels.te)
-        for name in precisions or tuple(PRECISIONS)
+        for name in precisions or PRECISION_NAMES
         if case.runs_at(name) and why_unavailable(PRECISIONS[name], kernels) is None
         for seed in seeds
     ]

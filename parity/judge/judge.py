@@ -332,7 +332,7 @@ def _judge_tensor(
     expected = measures.of(loses_most, model_errors[most])
     terms = math.inf if by_average else _estimate_term_error(kind, precision, least)
     found = _compute_statistics(key, error, model_errors, truth, least, known, terms)
-    limits = {one.name: table.limit(precision.name, kind, one.name) for one in found}
+    limits = {one.name: table.limit(precision.name, kind, one.name, precision.families[-1]) for one in found}
     if found and kind.endswith("gradient"):
         allowed = allowance(truth, [x for x in model_errors if x.is_finite], limits["norm"])
         limits = {name: allowed * limit for name, limit in limits.items()}

@@ -188,13 +188,19 @@ class Table:
     laws: Mapping[Key, Law]
     provenance: Mapping[str, Any]
 
-    def limit(self, precision: str, kind: str, statistic: str) -> float:
+    def limit(self, precision: str, kind: str, statistic: str, family: str = "") -> float:
         """Return the largest value that passes.
+
+        Args:
+            precision: its name.
+            kind: the kind of tensor.
+            statistic: its name.
+            family: the name of a precision whose law is taken if this one has none.
 
         Raises:
             UserError: if the table has no law for it.
         """
-        law = self.laws.get((precision, kind, statistic))
+        law = self.laws.get((precision, kind, statistic), self.laws.get((family, kind, statistic)))
         if law is None:
             raise UserError(
                 f"the calibration table has no limit for {statistic!r} of the kind {kind!r} at {precision}; "

@@ -391,7 +391,7 @@ def _unrounded_choices(prepared: Prepared, hypotheses: Sequence[Hypothesis], pre
 
     def exact() -> list[Choice]:
         choices = Choices()
-        unrounded = replace(precision, rounding=Rounding(torch.float32))
+        unrounded = replace(precision, replaced=Rounding(torch.float32))
         tensors_with(prepared, hypotheses, unrounded, freedom=FUSED, choices=choices)
         return choices.own
 

@@ -82,6 +82,7 @@ NORMS = (LAYER_NORM, _aten.native_layer_norm_backward.default)
 AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
 TABLES = (_aten.cos.default, _aten.sin.default)
 SAME_PLACE = POINTWISE | {_aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default}
+QUOTIENT, COPY_IN_PLACE = _aten.div.Tensor, _aten.copy_.default
 SLICE_BACKWARD = _aten.slice_backward.default
 COPIES = frozenset({_aten.clone.default, _aten.cat.default, _aten.stack.default})
 REDUCTIONS = (_aten.sum.dim_IntList, _aten.mean.dim)

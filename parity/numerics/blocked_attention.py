@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
+from parity.numerics.formats import AttentionPart
+
 # Causal masks and sliding windows: the keys that a query may see because of its position.
 
 
@@ -76,11 +78,10 @@ class Arithmetic:
     """The roundings between the steps of attention, by default none.
 
     Attributes:
-        operand: rounds each operand as a GEMM reads it.
+        tensor: rounds one of attention's tensors as a GEMM reads it or as a result is stored.
         probabilities: rounds the probabilities of the forward pass as the GEMM with the values reads them.
         scores: rounds scores and their gradient between two kernels.
         pointwise: rounds probabilities and the gradient of the scores.
-        result: rounds the context and the gradients of queries, keys and values as they are stored.
         mean_from_context: whether the softmax's backward computes the mean gradient of a row from the context, as flash
             attention does (Dao et al., arXiv 2205.14135, appendix B.2, equation 4), or from gradients and
             probabilities; the two differ in rounding.
@@ -88,22 +89,21 @@ class Arithmetic:
         alone: entered around all steps, so that modes outside do not see them.
     """
 
-    operand: Callable[[Tensor], Tensor] = as_it_is
+    tensor: Callable[[Tensor, AttentionPart], Tensor] = lambda x, _: x
     probabilities: Callable[[Tensor], Tensor] = as_it_is
     scores: Callable[[Tensor], Tensor] = as_it_is
     pointwise: Callable[[Tensor], Tensor] = as_it_is
-    result: Callable[[Tensor], Tensor] = as_it_is
     mean_from_context: bool = False
     splits: int = 1
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left @ right``, with the operands as a GEMM reads them."""
-        return self._multiply_in_parts(self.operand(left), self.operand(right))
+    def product(self, left: Tensor, right: Tensor, parts: tuple[AttentionPart, AttentionPart]) -> Tensor:
+        """Return ``left @ right``, with the operands, which are these parts of attention, as a GEMM reads them."""
+        return self._multiply_in_parts(self.tensor(left, parts[0]), self.tensor(right, parts[1]))
 
     def context(self, probabilities: Tensor, value: Tensor) -> Tensor:
         """Return ``probabilities @ value``, with the operands as the forward pass's GEMM reads them."""
-        return self._multiply_in_parts(self.probabilities(probabilities), self.operand(value))
+        return self._multiply_in_parts(self.probabilities(probabilities), self.tensor(value, "qkv"))
 
     def _multiply_in_parts(self, left: Tensor, right: Tensor) -> Tensor:
         parts = zip(left.tensor_split(self.splits, -1), right.tensor_split(self.splits, -2), strict=True)
@@ -228,7 +228,7 @@ class _Head:
 
     def probabilities(self, block: _Block) -> Tensor:
         band, arithmetic, empty_rows = self.settings.band, self.settings.arithmetic, self.settings.empty_rows
-        product = arithmetic.product(self.query[block.rows], self.key[block.columns].t())
+        product = arithmetic.product(self.query[block.rows], self.key[block.columns].t(), ("qkv", "qkv"))
         scores = arithmetic.scores(product) * self.settings.scale
         if self.mask is not None:
             mask = block.of_mask(self.mask)
@@ -245,7 +245,7 @@ class _Head:
         arithmetic = self.settings.arithmetic
         for block in self.blocks():
             product = arithmetic.context(self.probabilities(block), self.value[block.columns])
-            context[block.rows] = arithmetic.result(product)
+            context[block.rows] = arithmetic.tensor(product, "context")
 
     def differentiate(
         self, gradient: Tensor, context: Tensor | None, mask_gradient: Tensor | None
@@ -262,10 +262,11 @@ class _Head:
         for block in self.blocks():
             rows, columns = block.rows, block.columns
             probabilities, above = self.probabilities(block), gradient[rows]
-            of_value[columns] += arithmetic.product(probabilities.t(), above)
-            change = arithmetic.scores(arithmetic.product(above, self.value[columns].t()))
+            of_value[columns] += arithmetic.product(probabilities.t(), above, ("probabilities", "context_gradients"))
+            of_probabilities = arithmetic.product(above, self.value[columns].t(), ("context_gradients", "qkv"))
+            change = arithmetic.scores(of_probabilities)
             if context is not None:
-                mean = (arithmetic.operand(above) * context[rows]).sum(-1, keepdim=True)
+                mean = (arithmetic.tensor(above, "context_gradients") * context[rows]).sum(-1, keepdim=True)
                 of_scores = probabilities * (change - mean)
             else:
                 mean = (change * probabilities).sum(-1, keepdim=True)
@@ -274,9 +275,10 @@ class _Head:
                 part = block.of_mask(mask_gradient)
                 part += of_scores.sum_to_size(part.shape)
             of_scores = of_scores * scale
-            of_query[rows] = arithmetic.product(of_scores, self.key[columns])
-            of_key[columns] += arithmetic.product(of_scores.t(), self.query[rows])
-        return arithmetic.result(of_query), arithmetic.result(of_key), arithmetic.result(of_value)
+            of_query[rows] = arithmetic.product(of_scores, self.key[columns], ("score_gradients", "qkv"))
+            of_key[columns] += arithmetic.product(of_scores.t(), self.query[rows], ("score_gradients", "qkv"))
+        of_query, of_key, of_value = (arithmetic.tensor(x, "qkv_gradients") for x in (of_query, of_key, of_value))
+        return of_query, of_key, of_value
 
 
 def _of_head(x: Tensor, sample: int, head: int, heads: int) -> Tensor:

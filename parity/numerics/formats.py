@@ -7,9 +7,7 @@ whole tensor comes from its largest magnitude, or from an amax that a kernel too
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -49,53 +47,137 @@ def tf32_truncated(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tens
     return (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
-def e4m3(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round to float8_e4m3fn with one scale for the tensor, which maps its largest magnitude to 448."""
-    return _cast_to_fp8(x, largest(x) if amax is None else amax, torch.float8_e4m3fn)
+@dataclass(frozen=True)
+class Quantized:
+    """A format in which numbers of few bits share scales, as one of TE's quantizers makes them.
 
-
-def e5m2(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round to float8_e5m2 with one scale for the tensor, which maps its largest magnitude to 57344."""
-    return _cast_to_fp8(x, largest(x) if amax is None else amax, torch.float8_e5m2)
-
-
-def e4m3_blocks(length: int) -> Format:
-    """Return float8_e4m3fn with a power-of-two scale for each ``length`` elements along the summed dimension.
-
-    The scale is the largest with which no element overflows. TE's block scaling (length 128) rounds ``448 / amax`` down
-    to a power of two. MXFP8 (length 32, OCP Microscaling Formats v1.0) rounds ``amax / 448`` up, which is equivalent.
+    Attributes:
+        numbers: what each number is rounded to.
+        along: how many elements along the summed dimension share a scale; 0 for one scale a tensor.
+        across: how many elements along the other dimension share it.
+        power_of_two: whether a scale is rounded down to a power of two, so that nothing overflows. TE's block scaling
+            rounds ``448 / amax`` down; MXFP8 (OCP Microscaling Formats v1.0) rounds ``amax / 448`` up, which is the
+            same. E2M1 always has E4M3 scales for its blocks, and an FP32 scale for the tensor (arXiv 2509.25149,
+            section 2).
+        least_amax: a smaller amax counts as this one.
+        headroom: what a tensor's amax is multiplied by, as that of an earlier pass may be larger.
+        stochastic: whether E2M1 rounds up or down at random, without bias (ibid., section 4.3).
+        rotated: whether each 16 elements along the summed dimension are first rotated by a Hadamard matrix, which
+            cancels in a product of two such matrices (ibid., section 4.2).
+        row_scaled: whether E2M1 has an FP32 scale for each line along the summed dimension instead of one a tensor.
+        largest_scale: the largest E4M3 scale of E2M1's blocks.
+        four_over_six: the error by which E2M1 chooses for each block whether its amax becomes 4 or 6; empty if it is
+            always 6 (arXiv 2512.02010).
     """
 
-    def blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-        return _in_blocks(x, dim, length, _cast_power_of_two)
+    numbers: Literal["E4M3", "E5M2", "E2M1"]
+    along: int = 0
+    across: int = 1
+    power_of_two: bool = False
+    least_amax: float = 0.0
+    headroom: float = 1.0
+    stochastic: bool = False
+    rotated: bool = False
+    row_scaled: bool = False
+    largest_scale: float = 448.0
+    four_over_six: Literal["", "MAE", "MSE"] = ""
 
-    return blocks
+    def __call__(self, x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+        """Return ``x`` rounded, in FP32."""
+        if self.rotated:
+            x, amax = hadamard(x, dim), None
+        if self.numbers == "E2M1":
+            of_tensor = x.abs().amax(dim, keepdim=True) if self.row_scaled else largest(x) if amax is None else amax
+            return self._cast_blocks(x, dim, of_tensor)
+        if self.along:
+            return self._cast_blocks(x, dim)
+        return self._cast_to_fp8(x, largest(x) if amax is None else amax)
+
+    @property
+    def is_alike_both_ways(self) -> bool:
+        """Whether a matrix is the same whichever dimension a GEMM sums over."""
+        return not self.rotated and self.along in (0, self.across)
+
+    def _cast_blocks(self, x: Tensor, dim: int, amax: Tensor | None = None) -> Tensor:
+        """Cast a matrix whose blocks share a scale; ``amax`` is what E2M1's FP32 scale comes from."""
+        dim %= 2
+        length = (self.across, self.along) if dim else (self.along, self.across)
+        (rows, columns), (high, wide) = x.shape, length
+        missing = (0, -columns % wide, 0, -rows % high)
+
+        def split(matrix: Tensor) -> Tensor:
+            padded = F.pad(matrix, missing) if any(missing) else matrix
+            return padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))
+
+        blocks = split(x)
+        if amax is None:
+            cast = self._cast_to_fp8(blocks, blocks.abs().amax((1, 3), keepdim=True))
+        else:
+            cast = self._cast_to_e2m1(blocks, split(amax.expand_as(x)) if amax.dim() else amax)
+        return cast.flatten(2).flatten(0, 1)[:rows, :columns]
+
+    def _cast_to_fp8(self, x: Tensor, amax: Tensor) -> Tensor:
+        dtype = torch.float8_e4m3fn if self.numbers == "E4M3" else torch.float8_e5m2
+        if self.least_amax or self.headroom != 1.0:
+            amax = (amax * self.headroom).clamp(min=self.least_amax)
+        scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
+        if not self.power_of_two:
+            return nearest_fp8(x * scale, dtype).div_(scale)
+        exponent, one = scale.log2().floor().clamp(max=127), torch.ones_like(scale)
+        return nearest_fp8(x * torch.ldexp(one, exponent), dtype).mul_(torch.ldexp(one, -exponent))
+
+    def _cast_to_e2m1(self, block: Tensor, amax: Tensor) -> Tensor:
+        of_tensor = torch.where(amax > 0, self.largest_scale * 6.0 / amax, torch.ones_like(amax))
+        to_six = block.abs().amax((1, 3), keepdim=True) / 6.0 * of_tensor
+        if not self.four_over_six:
+            return self._cast_with_scale(block, to_six, of_tensor)
+        six, four = (self._cast_with_scale(block, scale, of_tensor) for scale in (to_six, to_six * 1.5))
+        off_six, off_four = ((each - block).abs() for each in (six, four))
+        if self.four_over_six == "MSE":
+            off_six, off_four = off_six.square(), off_four.square()
+        return torch.where(off_four.sum((1, 3), keepdim=True) < off_six.sum((1, 3), keepdim=True), four, six)
+
+    def _cast_with_scale(self, block: Tensor, scale: Tensor, of_tensor: Tensor) -> Tensor:
+        held = scale.clamp(max=448.0).to(torch.float8_e4m3fn).to(block.dtype)
+        to_block = torch.where(held > 0, of_tensor / held, 0.0)
+        to_e2m1 = _stochastic_e2m1 if self.stochastic else _nearest_e2m1
+        return to_e2m1((block * to_block).clamp(-6.0, 6.0)) * held / of_tensor
 
 
-def e4m3_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round weights to float8_e4m3fn with a power-of-two scale for each square of 128 by 128."""
-    return _in_squares(x, 128, lambda block: _cast_power_of_two(block, (1, 3)))
+def e4m3_blocks(length: int) -> Quantized:
+    """Return float8_e4m3fn with a power-of-two scale for each ``length`` elements along the summed dimension."""
+    return Quantized("E4M3", length, power_of_two=True)
 
 
-def nvfp4_blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round to E2M1 with an E4M3 scale for each 16 elements along the summed dimension, and an FP32 tensor scale.
+e4m3, e5m2 = Quantized("E4M3"), Quantized("E5M2")
+e4m3_squares = Quantized("E4M3", 128, 128, power_of_two=True)
+nvfp4_blocks, nvfp4_squares = Quantized("E2M1", 16), Quantized("E2M1", 16, 16)
+nvfp4_stochastic = replace(nvfp4_blocks, stochastic=True)
 
-    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2.
+
+@dataclass(frozen=True)
+class Requantized:
+    """What is read of a matrix that was stored in a format for another GEMM, and then taken back to the dtype.
+
+    Attributes:
+        stored: the format, in which the matrix is summed over along its other dimension.
+        then: the format to which it is cast afterwards; None if it stays in the dtype.
+        dtype: what it is taken back to.
     """
-    tensor_amax = largest(x) if amax is None else amax
-    return _in_blocks(x, dim, 16, lambda block, dims: _cast_nvfp4(block, dims, tensor_amax, _nearest_e2m1))
 
+    stored: Format
+    then: Format | None
+    dtype: torch.dtype
 
-def nvfp4_stochastic(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round gradients as ``nvfp4_blocks`` does, but up or down at random, without bias (ibid., section 4.3)."""
-    tensor_amax = largest(x) if amax is None else amax
-    return _in_blocks(x, dim, 16, lambda block, dims: _cast_nvfp4(block, dims, tensor_amax, _stochastic_e2m1))
+    def __call__(self, x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+        """Return ``x`` rounded twice, in FP32."""
+        taken_back = self.stored(x, 1 - dim % 2, amax).to(self.dtype).to(x.dtype)
+        return taken_back if self.then is None else self.then(taken_back, dim)
 
-
-def nvfp4_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round weights as ``nvfp4_blocks`` does, but with a scale for each square of 16 by 16 (ibid., section 4.4)."""
-    tensor_amax = largest(x) if amax is None else amax
-    return _in_squares(x, 16, lambda block: _cast_nvfp4(block, (1, 3), tensor_amax, _nearest_e2m1))
+    @property
+    def rotated(self) -> bool:
+        """Whether the second format rotates it."""
+        return getattr(self.then, "rotated", False)
 
 
 def is_alike_both_ways(to_format: Format | None) -> bool:
@@ -104,7 +186,7 @@ def is_alike_both_ways(to_format: Format | None) -> bool:
     Args:
         to_format: None for a matrix that is not rounded.
     """
-    return to_format in (None, tf32, tf32_truncated, e4m3, e5m2, e4m3_squares, nvfp4_squares)
+    return to_format in (None, tf32, tf32_truncated) or getattr(to_format, "is_alike_both_ways", False)
 
 
 def hadamard(x: Tensor, dim: int) -> Tensor:
@@ -164,27 +246,6 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x + last_place).sub_(last_place)
 
 
-def _cast_to_fp8(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
-    return nearest_fp8(x * scale, dtype).div_(scale)
-
-
-def _cast_power_of_two(block: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Round to E4M3 with the largest power-of-two scale with which nothing overflows."""
-    amax = block.abs().amax(dims, keepdim=True)
-    exponent = torch.where(amax > 0, (448.0 / amax).log2().floor(), 0.0).clamp(max=127)
-    one = torch.ones_like(amax)
-    return nearest_fp8(block * torch.ldexp(one, exponent), torch.float8_e4m3fn).mul_(torch.ldexp(one, -exponent))
-
-
-def _cast_nvfp4(block: Tensor, dims: tuple[int, ...], amax: Tensor, to_e2m1: Callable[[Tensor], Tensor]) -> Tensor:
-    global_scale = torch.where(amax > 0, 448.0 * 6.0 / amax, torch.ones_like(amax))
-    block_scale = block.abs().amax(dims, keepdim=True) / 6.0 * global_scale
-    block_scale = block_scale.to(torch.float8_e4m3fn).to(block.dtype)
-    to_block = torch.where(block_scale > 0, global_scale / block_scale, 0.0)
-    return to_e2m1((block * to_block).clamp(-6.0, 6.0)) * block_scale / global_scale
-
-
 def _nearest_e2m1(x: Tensor) -> Tensor:
     values = x.new_tensor(_E2M1_VALUES)
     midpoints = (values[1:] + values[:-1]) / 2
@@ -199,35 +260,51 @@ def _stochastic_e2m1(x: Tensor) -> Tensor:
     return torch.where(chance < (x.abs() - low) / (high - low), high, low).copysign(x)
 
 
-def _in_blocks(x: Tensor, dim: int, length: int, cast: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
-    """Cast a matrix in blocks along a dimension, with the last block padded with zeros if necessary.
-
-    ``cast`` gets a view in which the dimension is split in two, the blocks and the elements of a block, and the index
-    of the second.
-    """
-    dim %= 2
-    size = x.shape[dim]
-    missing = -size % length
-    padded = F.pad(x, (0, missing) if dim else (0, 0, 0, missing)) if missing else x
-    blocks = padded.unflatten(dim, (math.ceil(size / length), length))
-    return cast(blocks, (dim + 1,)).flatten(dim, dim + 1).narrow(dim, 0, size)
-
-
-def _in_squares(x: Tensor, length: int, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    """Cast a matrix, padded with zeros, through a view of the shape ``[row blocks, length, column blocks, length]``."""
-    rows, columns = x.shape
-    missing = (0, -columns % length, 0, -rows % length)
-    padded = F.pad(x, missing) if any(missing) else x
-    blocks = padded.unflatten(1, (-1, length)).unflatten(0, (-1, length))
-    return cast(blocks).flatten(2).flatten(0, 1)[:rows, :columns]
-
-
 # The roundings of a precision: operands to formats, stored results to a dtype, and which of these are applied.
 
 
 OperandPart = Literal["weights", "inputs", "gradients"]
 Part = Literal["weights", "inputs", "gradients", "storage", "attention"]
 PARTS: frozenset[Part] = frozenset(get_args(Part))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The formats of a linear layer's operands, read along their rows or along their columns; None as stored.
+
+    Attributes:
+        inputs: read along rows for the output, along columns for the weight's gradient.
+        weights: read along rows for the output, along columns for the input's gradient.
+        gradients: those of outputs, read along rows for the input's gradient, along columns for the weight's.
+    """
+
+    inputs: Format | None
+    weights: Format | None
+    gradients: Format | None
+
+
+AttentionPart = Literal["qkv", "probabilities", "context", "context_gradients", "score_gradients", "qkv_gradients"]
+
+
+@dataclass(frozen=True)
+class AttentionFormats:
+    """The formats of attention's tensors, if it computes in FP8; None for the dtype.
+
+    Attributes:
+        qkv: of queries, keys and values, which are cast from the dtype.
+        probabilities: of the product with values, and of the gradient of values; cast from FP32.
+        context: of the result; its gradients are computed from this.
+        context_gradients: of the result's gradients.
+        score_gradients: of the products that give the gradients of queries and keys; cast from FP32.
+        qkv_gradients: of the gradients of queries, keys and values.
+    """
+
+    qkv: Format | None = None
+    probabilities: Format | None = None
+    context: Format | None = None
+    context_gradients: Format | None = None
+    score_gradients: Format | None = None
+    qkv_gradients: Format | None = None
 
 
 @dataclass(frozen=True)
@@ -239,8 +316,8 @@ class Rounding:
         inputs: format of a linear layer's inputs in its GEMMs; None for ``storage``.
         weights: format of its weights; None for ``storage``.
         gradients: format of the gradients with respect to its outputs; None for ``storage``.
-        rotate_wgrad: whether the two operands of a weight gradient's GEMM are first rotated by Hadamard matrices, which
-            cancel in the product.
+        columnwise: the formats of operands that are read along their columns; None if these are the same.
+        attention: the formats of attention's tensors.
         parts: which roundings are applied. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
             operands. ``attention`` stands for those of the operands of attention's batched GEMMs and of its scores, and
             ``storage`` for other stored results: of linear layers, of attention, of sums, and of the module.
@@ -250,8 +327,14 @@ class Rounding:
     inputs: Format | None = None
     weights: Format | None = None
     gradients: Format | None = None
-    rotate_wgrad: bool = False
+    columnwise: Operands | None = None
+    attention: AttentionFormats = AttentionFormats()
     parts: frozenset[Part] = PARTS
+
+    @property
+    def scales_whole_weights(self) -> bool:
+        """Whether a weight has one scale."""
+        return isinstance(self.weights, Quantized) and not self.weights.along
 
     def store(self, x: Tensor) -> Tensor:
         """Return ``x`` rounded to the precision's dtype, in its own dtype. Integers and complex numbers stay."""
@@ -261,8 +344,9 @@ class Rounding:
         """Return ``x`` as ``store`` does if this part's roundings are applied, or unchanged."""
         return self.store(x) if part in self.parts else x
 
-    def operand_format(self, part: OperandPart) -> Format | None:
+    def operand_format(self, part: OperandPart, columnwise: bool = False) -> Format | None:
         """Return the format of a linear layer's operand, or None if the GEMM reads it as it is stored."""
         if part not in self.parts:
             return None
-        return {"weights": self.weights, "inputs": self.inputs, "gradients": self.gradients}[part]
+        to_format: Format | None = getattr(self.columnwise if columnwise and self.columnwise else self, part)
+        return to_format

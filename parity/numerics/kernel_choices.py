@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.numerics.formats import Rounding, e4m3, e4m3_squares, tf32, tf32_truncated
+from parity.numerics.formats import Format, Quantized, Rounding, tf32, tf32_truncated
 from parity.settings import PRECISION_NAMES
 
 # Things that TransformerEngine's kernels on a GPU may do, and that the CPU kernels do not do by default.
@@ -29,6 +29,10 @@ SPLIT_K_IN_OUTPUT_TYPE = "split-k-in-output-type"
 ATTENTION_16_BIT_SUMS = "attention-16-bit-sums"
 MX_25_BIT = "mx-25-bit"
 SUMS_25_BIT = "sums-25-bit"
+# What no option of the CPU kernels chooses: attention's results are cast by one scale, and what reads them casts them
+# by a slightly larger or smaller one, so that all are rounded the same way. Delayed scaling keeps a history of each.
+RECAST_UP = "recast-up"
+RECAST_DOWN = "recast-down"
 
 _ALL_GPUS = ("ada", "hopper", "blackwell")
 _PER_TENSOR_FP8 = ("fp8_delayed", "fp8_current")
@@ -210,9 +214,10 @@ def biased_kernels(rounding: Rounding) -> tuple[str, ...]:
         return (TF32_TRUNCATED, SUMS_25_BIT)
     if rounding.storage is torch.float16:
         return (SUMS_25_BIT,)
-    if rounding.weights is e4m3:
-        return (FP8_14_BIT,)
-    return (FP8_BLOCK_14_BIT,) if rounding.weights is e4m3_squares else ()
+    recast = (RECAST_UP, RECAST_DOWN) if rounding.attention.qkv_gradients is not None else ()
+    if not isinstance(rounding.weights, Quantized) or rounding.weights.numbers == "E2M1":
+        return recast
+    return (*{0: (FP8_14_BIT,), 128: (FP8_BLOCK_14_BIT,)}.get(rounding.weights.along, ()), *recast)
 
 
 def as_kernels_lean(rounding: Rounding) -> str:
@@ -227,11 +232,24 @@ def noisy_sums(rounding: Rounding) -> tuple[str, ...]:
 
 def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:
     """Return the rounding with the formats in which these kernels read operands."""
+    if RECAST_UP in kernels or RECAST_DOWN in kernels:
+        now, is_up = rounding.attention, RECAST_UP in kernels
+        context, gradients = (_recast(one, is_up) for one in (now.context, now.qkv_gradients))
+        return replace(rounding, attention=replace(now, context=context, qkv_gradients=gradients))
     if TF32_TRUNCATED not in kernels:
         return rounding
     formats = (rounding.inputs, rounding.weights, rounding.gradients)
     inputs, weights, gradients = (tf32_truncated if one is tf32 else one for one in formats)
     return replace(rounding, inputs=inputs, weights=weights, gradients=gradients)
+
+
+def _recast(stored: Format | None, is_up: bool) -> Format | None:
+    """Return a format whose numbers, read by their own amax, are all rounded up, or all down."""
+    if not isinstance(stored, Quantized):
+        return stored
+    # Twice the largest number's distance to the next, of which half is as far as it may lie from where it is rounded.
+    by = {"E4M3": 1 / 32, "E5M2": 1 / 16}.get(stored.numbers, 0.0)
+    return replace(stored, headroom=2.0 * (1.0 - by) if is_up else 1.0 + by)
 
 
 def in_stored_parts(left: Tensor, right: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from parity.numerics.aten import (
     ARITHMETIC,
@@ -18,10 +18,12 @@ from parity.numerics.aten import (
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
     COPIES,
+    COPY_IN_PLACE,
     FIRST_OPERAND,
     MATRICES,
     NORMS,
     POINTWISE,
+    QUOTIENT,
     REDUCTIONS,
     RELU,
     RELU_IN_PLACE,
@@ -38,7 +40,7 @@ from parity.numerics.aten import (
     addresses,
 )
 from parity.numerics.blocked_attention import Arithmetic, as_it_is
-from parity.numerics.formats import Rounding
+from parity.numerics.formats import AttentionPart, Rounding
 from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, KinkSides, jumps
 from parity.numerics.golden import in_blocks_and_one_by_one
 from parity.numerics.kernel_choices import (
@@ -90,6 +92,9 @@ class Attention:
         # All of these are by address. The tensors are kept, so that no address is reused.
         # Probabilities, and the softmax that they come from.
         self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
+        self._score_gradients: dict[int, Tensor] = {}  # by address, a softmax's gradient and multiples of it
+        self._qkv: dict[int, Tensor] = {}
+        self._uncast: dict[int, Tensor] = {}  # gradients of queries, keys and values that are yet to be cast to FP8
         self._scores: dict[int, Tensor] = {}  # kept until the softmax
         self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # kept as long: biased scores, scores, bias
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
@@ -103,11 +108,10 @@ class Attention:
         """
         storing, freedom = self._storing, self._storing.freedom
         return Arithmetic(
-            operand=functools.partial(storing.operand, part="attention"),
+            tensor=storing.in_attention,
             probabilities=self._store_probabilities,
             scores=self._store_scores if freedom.stores_scores else as_it_is,
             pointwise=storing.store if freedom.stores_pointwise else as_it_is,
-            result=storing.store,
             mean_from_context=not freedom.stores_scores,
             splits=freedom.splits_of_k,
             alone=alone,
@@ -116,12 +120,16 @@ class Attention:
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note the result of a call if it is a softmax along keys, or an elementwise function of one or of scores."""
         if func in SOFTMAX and _is_along_last(result, func, args):
-            self._probabilities[address(result)] = result, result
+            self._note_probabilities(result, result)
             self._scores.clear()
             self._biased.clear()
-        elif func in SAME_PLACE:
+        elif func in SAME_PLACE or func is QUOTIENT:
+            if addresses(args) & self._score_gradients.keys():
+                self._score_gradients[address(result)] = result
+            if func is QUOTIENT:
+                return
             for source in addresses(args) & self._probabilities.keys():
-                self._probabilities[address(result)] = result, self._probabilities[source][1]
+                self._note_probabilities(result, self._probabilities[source][1])
             if addresses(args) & self._scores.keys():
                 self._scores[address(result)] = result
         elif func is SLICE_BACKWARD and address(args[0]) in self._output_gradients:
@@ -152,21 +160,80 @@ class Attention:
 
     def operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two operands as the GEMM reads them."""
-        if not self._phase.backward and address(left) in self._probabilities:
-            _, softmax = self._probabilities[address(left)]
-            return self._store_probabilities(left, softmax), self._storing.operand(right, "attention")
-        return self._storing.operand(left, "attention"), self._storing.operand(right, "attention")
+        if not self._phase.backward:
+            is_context = address(left) in self._probabilities
+            self._qkv.update((address(x), x) for x in ((right,) if is_context else (left, right)))
+            if is_context:
+                _, softmax = self._probabilities[address(left)]
+                return self._store_probabilities(left, softmax), self._storing.in_attention(right, "qkv")
+        left, right = (self._storing.in_attention(x, self._classify(address(x))) for x in (left, right))
+        return left, right
+
+    def cast_gradients(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+        """Cast the gradients of queries, keys and values that a call reads to FP8; return what it computes of them.
+
+        Kernels add up the heads that share keys and values before they cast. So what copies gradients of a head, or
+        adds them up, reads them uncast.
+
+        Returns:
+            None for a call that is to be made as usual.
+        """
+        read = {address(x): x for x in tree_leaves(args) if isinstance(x, Tensor) and address(x) in self._uncast}
+        if not read:
+            return None
+        if func in REDUCTIONS:
+            return self._storing.in_attention(func(*args, **kwargs), "qkv_gradients")
+        if func is COPY_IN_PLACE or func in COPIES:
+            copy: Tensor = func(*args, **kwargs)
+            self._uncast[address(copy)] = copy
+            return copy
+        self.cast_rest(read)
+        return None
+
+    def cast_rest(self, held: Mapping[int, Tensor] | None = None) -> None:
+        """Cast these gradients to FP8, by default all that have not been cast."""
+        for at in dict(self._uncast if held is None else held):
+            whole = self._uncast.pop(at)
+            whole.copy_(self._storing.in_attention(whole, "qkv_gradients"))
+
+    def _hold_gradient(self, gradient: Tensor) -> Tensor:
+        """Return a gradient of queries, keys or values as it is stored; one in FP8 is cast when it is read."""
+        if self._storing.rounding.attention.qkv_gradients is None:
+            return self._storing.store(gradient)
+        self._uncast[address(gradient)] = gradient
+        return gradient
+
+    def _classify(self, at: int) -> AttentionPart:
+        """Return which of attention's tensors the operand at an address is."""
+        if at in self._score_gradients:
+            return "score_gradients"
+        if at in self._probabilities:
+            return "probabilities"
+        return "qkv" if at in self._qkv else "context_gradients"
+
+    def _note_probabilities(self, x: Tensor, softmax: Tensor) -> None:
+        """Note probabilities, or the gradients of scores, and the softmax that they come from."""
+        self._probabilities[address(x)] = x, softmax
+        if self._phase.backward:
+            self._score_gradients[address(x)] = x
 
     def result(self, result: Tensor, left: Tensor, right: Tensor, stored_left: Tensor) -> Tensor:
         """Return a GEMM's result as it is stored. Scores and their gradients may stay unrounded inside a kernel."""
         probabilities = {address(left), address(right)} & self._probabilities.keys()
         if probabilities:
-            result = self._storing.store(result)
-            if address(left) in probabilities and not self._phase.backward:
+            if self._phase.backward:
+                return self._hold_gradient(result)
+            result = self._storing.in_attention(result, "context")
+            if address(left) in probabilities:
                 self._contexts[address(left)] = result
             return result
         scores = self._store_scores(result) if self._storing.freedom.stores_scores else result
         if self._phase.backward:
+            if (
+                self._storing.rounding.attention.qkv_gradients is not None
+                and {address(left), address(right)} & self._score_gradients.keys()
+            ):
+                return self._hold_gradient(scores)
             self._output_gradients[address(result)] = (result, stored_left)
         else:
             self._scores[address(scores)] = scores
@@ -184,7 +251,7 @@ class Attention:
             return None
         mean = (output_gradient * context).sum(-1).reshape(*gradient.shape[:-1], 1)
         result = probabilities * (gradient - mean)
-        self._probabilities[address(result)] = result, result
+        self._note_probabilities(result, result)
         return result
 
     def _store_probabilities(self, probabilities: Tensor, softmax: Tensor | None = None) -> Tensor:
@@ -193,14 +260,14 @@ class Attention:
         ``softmax`` has one more column if there is a sink, and this column may hold the largest value of its row.
         """
         if self._storing.freedom.stores_scores or not probabilities.numel():
-            return self._storing.operand(probabilities, "attention")
+            return self._storing.in_attention(probabilities, "probabilities")
         largest_of_row = probabilities.amax(-1, keepdim=True)
         if softmax is not None and softmax.shape[-1] > probabilities.shape[-1]:
             with_sinks = softmax.amax(-1)
             if with_sinks.numel() == largest_of_row.numel():  # otherwise the rows differ from the softmax's
                 largest_of_row = with_sinks.view_as(largest_of_row)
         largest_of_row = largest_of_row.clamp(min=torch.finfo(probabilities.dtype).tiny)
-        return self._storing.store(probabilities / largest_of_row, "attention") * largest_of_row
+        return self._storing.in_attention(probabilities / largest_of_row, "probabilities") * largest_of_row
 
     def _store_scores(self, scores: Tensor) -> Tensor:
         return self._storing.store(scores * (1.0 + torch.finfo(torch.float32).eps), "attention")
@@ -275,6 +342,8 @@ def rounded(
         step_by_step(),
     ):
         yield mode.phase
+        with mode.phase.suspending():
+            mode.cast_rest()
 
 
 class _RoundingMode(TorchDispatchMode):
@@ -309,6 +378,10 @@ class _RoundingMode(TorchDispatchMode):
     def attention(self) -> Arithmetic:
         """Return the roundings of attention that runs in blocks, whose steps this mode must not see."""
         return self._attention.arithmetic(alone=self.phase.suspending)
+
+    def cast_rest(self) -> None:
+        """Cast what is yet to be cast at the end of the pass."""
+        self._attention.cast_rest()
 
     @property
     def casts(self) -> Casts:
@@ -350,6 +423,9 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _round_call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        cast = self._attention.cast_gradients(func, args, kwargs) if self.phase.backward else None
+        if cast is not None:
+            return cast
         if self.steps.each_call or self._is_step_by_hand(func, args):
             return self._stored_in_place(func, args, kwargs)
         if func in FIRST_OPERAND:

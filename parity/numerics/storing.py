@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from parity.numerics.aten import AFFINE, ELEMENTWISE, EMBEDDING, LAYER_NORM, RECIPROCAL_ROOT, Phase, address, addresses
 from parity.numerics.formats import (
+    AttentionPart,
     Format,
     OperandPart,
     Part,
     Rounding,
-    hadamard,
     is_alike_both_ways,
     is_exact,
     largest,
@@ -104,6 +104,18 @@ class Storing:
     def operand(self, x: Tensor, part: Part) -> Tensor:
         """Return ``x`` as ``store`` does, or unchanged if it is stored already."""
         return x if self.is_stored(x) else self.store(x, part)
+
+    def in_attention(self, x: Tensor, part: AttentionPart) -> Tensor:
+        """Return one of attention's tensors as its GEMMs read it, or as it is stored."""
+        to_format = getattr(self.rounding.attention, part) if "attention" in self.rounding.parts else None
+        if part in ("context", "qkv_gradients"):  # results, which a GEMM has in FP32
+            return self.store(x if to_format is None else self._cast(x, to_format))
+        if part not in ("probabilities", "score_gradients") or to_format is None:
+            x = self.operand(x, "attention")
+        return x if to_format is None else self._cast(x, to_format)
+
+    def _cast(self, x: Tensor, to_format: Format) -> Tensor:
+        return self.dithered_operand(x, to_format, -1, None) if self.freedom.dithers else to_format(x)
 
     def is_stored(self, x: Tensor) -> bool:
         """Return whether storing a tensor would not change it."""
@@ -430,8 +442,7 @@ class LinearOperands:
             self._past.note(left, right, self._phase.backward)
             self._past.note(right, left, self._phase.backward)
         is_wgrad = self._phase.backward and not {address(left), address(right)} & self._weights
-        is_rotated = is_wgrad and self._storing.rounding.rotate_wgrad
-        return self._read_operand(left, 1, is_rotated), self._read_operand(right, 0, is_rotated)
+        return self._read_operand(left, 1, is_wgrad), self._read_operand(right, 0, is_wgrad)
 
     def are_of_experts(self, left: Tensor, right: Tensor) -> bool:
         """Return whether a batched GEMM is a linear layer per expert, with weights in one tensor ``[experts, ...]``."""
@@ -455,15 +466,17 @@ class LinearOperands:
         # Other layers may read the same inputs. The gradient of the plain layer's result has as many channels as it.
         return is_plain or (self._phase.backward and left.shape[-2] in self._read_plainly.get(address(right), ()))
 
-    def _read_operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
+    def _read_operand(self, x: Tensor, dim: int, is_wgrad: bool) -> Tensor:
         if is_matrix(x):
-            return self._matrix_operand(x.reshape(x.shape[-2:]), x, dim, is_rotated).reshape(x.shape)
-        return torch.stack([self._matrix_operand(matrix, x, dim, is_rotated) for matrix in x])
+            return self._matrix_operand(x.reshape(x.shape[-2:]), x, dim, is_wgrad).reshape(x.shape)
+        return torch.stack([self._matrix_operand(matrix, x, dim, is_wgrad) for matrix in x])
 
-    def _matrix_operand(self, matrix: Tensor, whole: Tensor, dim: int, is_rotated: bool) -> Tensor:
+    def _matrix_operand(self, matrix: Tensor, whole: Tensor, dim: int, is_wgrad: bool) -> Tensor:
         """Return a matrix of the whole tensor as a GEMM reads it. Each expert's matrix counts as a separate tensor."""
         part = self._classify_operand(whole)
-        to_format = self._storing.rounding.operand_format(part)
+        is_columnwise = is_wgrad or (self._phase.backward and part == "weights")
+        to_format = self._storing.rounding.operand_format(part, is_columnwise)
+        is_rotated = getattr(to_format, "rotated", False)
         self._place += 1
         place = self._place
         is_held = self._past is not None and address(whole) in self._past.held and is_alike_both_ways(to_format)
@@ -472,8 +485,6 @@ class LinearOperands:
             if is_held:
                 return matrix
             stored = matrix if self._storing.is_stored(whole) else self._storing.store(matrix, part)
-            if is_rotated:
-                stored = hadamard(stored, dim)
             if to_format is None:
                 return stored
             amax = None if is_rotated else self._find_amax(matrix)
@@ -485,7 +496,7 @@ class LinearOperands:
 
         if is_rotated or self._storing.freedom.jitter is not None or whole.is_inference():
             return read(matrix, dim)
-        is_along_dim = not is_alike_both_ways(to_format)
+        is_along_dim = not is_alike_both_ways(to_format) or self._storing.rounding.columnwise is not None
         operands = self._weights_read if part == "weights" else self._read
         return operands.read(matrix, whole._version, dim, read, is_along_dim, part != "gradients")
 

@@ -477,7 +477,7 @@ def parse_attention(text: str, option: str = "--attention") -> str:
 
 
 def parse_precisions(text: str, option: str = "--precision") -> tuple[str, ...] | None:
-    """Return names from a comma-separated list; None for an empty one, which means all.
+    """Return names from a comma-separated list, which may name recipes as ``FILE::NAME``; None for an empty one.
 
     Raises:
         UserError: if a name is unknown.
@@ -485,8 +485,12 @@ def parse_precisions(text: str, option: str = "--precision") -> tuple[str, ...] 
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         return None
-    check_precisions(names, option)
-    return names
+    if not any("::" in name for name in names):
+        check_precisions(names, option)  # without torch
+        return names
+    from parity.case.recipes import name_precisions
+
+    return name_precisions(names, option)
 
 
 def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:

@@ -122,7 +122,7 @@ def precision_of(stored: StoredPass) -> str:
         )
     if recipes:
         (recipe,) = recipes
-        found = next((one.name for one in PRECISIONS.values() if one.recipe == recipe), None)
+        found = next((one.name for one in PRECISIONS.values() if type(one.new_recipe()).__name__ == recipe), None)
         if found is None:
             raise UserError(
                 f"{index} was computed under {recipe}, which is none of {', '.join(PRECISIONS)}: name one with -p"

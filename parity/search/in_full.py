@@ -185,7 +185,7 @@ def _models(
 
 
 def _unrounded(failure: Failure) -> Precision:
-    return replace(failure.precision, rounding=Rounding(torch.float32))
+    return replace(failure.precision, replaced=Rounding(torch.float32))
 
 
 def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors | None) -> Sequence[TensorResult]:

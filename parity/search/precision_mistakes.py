@@ -45,7 +45,6 @@ _LEFT = 2.0
 _UNSTORED = 2.0
 """Outputs that are not rounded to the dtype they are stored in may leave this many times as much."""
 
-_SCALED_BY_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
 _MANY = 64
 _FEWEST_LOG_PROBS = 4  # the chance that this many have only 16 bits each is one in 2**64
 
@@ -86,7 +85,7 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
     for mistake in _mistakes(failure.precision):
         if budget.spent():
             break
-        precision = replace(failure.precision, rounding=mistake.rounding)
+        precision = replace(failure.precision, replaced=mistake.rounding)
         with mistake.inside():
             other = tensors_with(failure.prepared, (), precision, freedom=FUSED, only_if=may_leave)
         if other is None:
@@ -147,7 +146,7 @@ def _is_held_in(x: Tensor, dtype: torch.dtype) -> bool:
 
 def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypothesis]:
     """Yield the mistakes that weights are multiplied by the scale of their quantization instead of its inverse."""
-    if precision.recipe not in _SCALED_BY_TENSOR:
+    if not precision.rounding.scales_whole_weights:
         return
     shapes = parameter_shapes(prepared.reference)
     matrices = [
@@ -234,7 +233,7 @@ def _mistakes(precision: Precision) -> Iterator[_Mistake]:
         ):
             inside = partial(_Chunked, length, torch.bfloat16, stored)
             yield _Mistake("accumulation-precision", what, advice, rounding, inside)
-    if precision.recipe in _SCALED_BY_TENSOR:
+    if precision.rounding.scales_whole_weights:
         yield from _of_scales(rounding)
 
 

@@ -9,9 +9,10 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from types import ModuleType
 from typing import Any, Literal
@@ -21,17 +22,8 @@ import torch
 from parity.machine import devices as of_machine
 from parity.machine import process
 from parity.machine.process import lasting
-from parity.numerics.formats import (
-    Rounding,
-    e4m3,
-    e4m3_blocks,
-    e4m3_squares,
-    e5m2,
-    nvfp4_blocks,
-    nvfp4_squares,
-    nvfp4_stochastic,
-    tf32,
-)
+from parity.numerics.formats import Rounding, tf32
+from parity.te.recipes import derive_rounding, find_families, has_delayed_scales
 from parity.user_error import UserError
 from te_on_cpu import EmulationError
 from te_on_cpu.loading import loader
@@ -161,23 +153,60 @@ class Precision:
     Attributes:
         name: as users write it and reports show it.
         dtype: the dtype of parameters, inputs, gradients and stored activations.
-        rounding: what a faithful kernel rounds, for the expected error.
-        recipe: a class of ``transformer_engine.common.recipe``, or None if no FP8 is used.
-        warmup_passes: the least number of forward and backward passes before the one that is compared, since a recipe
-            that scales by earlier passes has no scales at first.
+        recipe: makes a new object of a class of ``transformer_engine.common.recipe``; None if nothing is quantized.
+        source: ``FILE::NAME`` if a file of a user's declares it, so that another process can load it; else empty.
+        replaced: roundings to use instead of the recipe's.
     """
 
     name: str
     dtype: torch.dtype
-    rounding: Rounding
-    recipe: str | None = None
-    warmup_passes: int = 0
+    recipe: Callable[[], Any] | None = None
+    source: str = ""
+    replaced: Rounding | None = None
 
     def new_recipe(self) -> Any:
-        """Return a new object of TE's recipe; None if there is no recipe."""
+        """Return a new object of TE's recipe; None if there is no recipe.
+
+        Raises:
+            UserError: if TE refuses its arguments; says TE's reason.
+        """
         if self.recipe is None:
             return None
-        return getattr(importlib.import_module("transformer_engine.common.recipe"), self.recipe)()
+        try:
+            return self.recipe()
+        except Exception as error:
+            where = f" ({self.source})" if self.source else ""
+            raise UserError(f"the recipe {self.name}{where} raised {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def rounding(self) -> Rounding:
+        """What a faithful kernel rounds, for the expected error; that of a recipe follows from its quantizers."""
+        if self.replaced is not None:
+            return self.replaced
+        if self.recipe is None:
+            operands = tf32 if self.dtype is torch.float32 else None
+            return Rounding(self.dtype, operands, operands, operands)
+        return self._derive(derive_rounding, self.dtype)
+
+    @cached_property
+    def warmup_passes(self) -> int:
+        """The least number of passes before the one that is compared: 2 if scales come from earlier passes."""
+        in_attention = self.rounding.attention.probabilities is not None  # those of the softmax always do
+        return 2 if in_attention or (self.recipe is not None and self._derive(has_delayed_scales)) else 0
+
+    @cached_property
+    def families(self) -> tuple[str, ...]:
+        """The built-in precisions whose formats it has, the coarsest last, by whose laws it is judged."""
+        return find_families(self.rounding, self.recipe is not None and self._derive(has_delayed_scales))
+
+    def _derive(self, derive: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what follows from the recipe's quantizers, which TE makes and so must be loaded."""
+        if "transformer_engine.pytorch" not in sys.modules:
+            kernels()
+        try:
+            return derive(self.new_recipe(), *arguments)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
 
     def autocast(self, kernels: Kernels, group: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return the context for the forward pass of TE's modules; it has a new recipe each time.
@@ -195,33 +224,33 @@ class Precision:
         return context
 
 
-_BF16 = torch.bfloat16
-_PER_TENSOR = Rounding(_BF16, inputs=e4m3, weights=e4m3, gradients=e5m2)
-_BLOCKS = Rounding(_BF16, inputs=e4m3_blocks(128), weights=e4m3_squares, gradients=e4m3_blocks(128))
-_MX_BLOCKS = Rounding(_BF16, inputs=e4m3_blocks(32), weights=e4m3_blocks(32), gradients=e4m3_blocks(32))
-_NVFP4 = Rounding(_BF16, inputs=nvfp4_blocks, weights=nvfp4_squares, gradients=nvfp4_stochastic, rotate_wgrad=True)
+def _builtin(name: str) -> Callable[[], Any]:
+    """Return a function that makes a recipe of TE's class of this name with its default arguments."""
+    return lambda: getattr(importlib.import_module("transformer_engine.common.recipe"), name)()
+
 
 PRECISIONS: dict[str, Precision] = {
     precision.name: precision
     for precision in (
-        Precision("fp32", torch.float32, Rounding(torch.float32, tf32, tf32, tf32)),
-        Precision("bf16", _BF16, Rounding(_BF16)),
-        Precision("fp16", torch.float16, Rounding(torch.float16)),
-        Precision("fp8_delayed", _BF16, _PER_TENSOR, "DelayedScaling", warmup_passes=2),
-        Precision("fp8_current", _BF16, _PER_TENSOR, "Float8CurrentScaling"),
-        Precision("fp8_block", _BF16, _BLOCKS, "Float8BlockScaling"),
-        Precision("mxfp8", _BF16, _MX_BLOCKS, "MXFP8BlockScaling"),
-        Precision("nvfp4", _BF16, _NVFP4, "NVFP4BlockScaling"),
+        Precision("fp32", torch.float32),
+        Precision("bf16", torch.bfloat16),
+        Precision("fp16", torch.float16),
+        Precision("fp8_delayed", torch.bfloat16, _builtin("DelayedScaling")),
+        Precision("fp8_current", torch.bfloat16, _builtin("Float8CurrentScaling")),
+        Precision("fp8_block", torch.bfloat16, _builtin("Float8BlockScaling")),
+        Precision("mxfp8", torch.bfloat16, _builtin("MXFP8BlockScaling")),
+        Precision("nvfp4", torch.bfloat16, _builtin("NVFP4BlockScaling")),
     )
 }
+"""By name: the built-in ones, of ``parity.settings.PRECISION_NAMES``, and those that ``parity.recipe`` declares."""
 
-# The function of ``transformer_engine.pytorch`` that says whether the GPU at hand runs a recipe.
+# The function of ``transformer_engine.pytorch`` that says whether the GPU at hand runs a family's formats.
 _IS_AVAILABLE = {
-    "DelayedScaling": "is_fp8_available",
-    "Float8CurrentScaling": "is_fp8_available",
-    "Float8BlockScaling": "is_fp8_block_scaling_available",
-    "MXFP8BlockScaling": "is_mxfp8_available",
-    "NVFP4BlockScaling": "is_nvfp4_available",
+    "fp8_delayed": "is_fp8_available",
+    "fp8_current": "is_fp8_available",
+    "fp8_block": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
 }
 
 
@@ -230,9 +259,11 @@ def why_unavailable(precision: Precision, kernels: Kernels) -> str | None:
 
     The CPU kernels emulate a Hopper GPU, for which TE itself gives the answer.
     """
-    if precision.recipe is not None:
-        available, reason = getattr(kernels.te, _IS_AVAILABLE[precision.recipe])(return_reason=True)
-        return None if available else reason
+    for family in precision.families:
+        if family in _IS_AVAILABLE:
+            available, reason = getattr(kernels.te, _IS_AVAILABLE[family])(return_reason=True)
+            if not available:
+                return str(reason)
     if precision.dtype is torch.bfloat16 and not kernels.te.is_bf16_available():
         return "BF16 needs a GPU of compute capability 8.0 or higher"
     return None
@@ -241,7 +272,7 @@ def why_unavailable(precision: Precision, kernels: Kernels) -> str | None:
 def why_refused(precision: Precision, kernels: Kernels) -> str | None:
     """Return why this machine cannot run the precision, and what to do to compare it anyway; None if it can."""
     reason = why_unavailable(precision, kernels)
-    gpu = "blackwell" if precision.name in ("mxfp8", "nvfp4") else "hopper"
+    gpu = "hopper" if {"mxfp8", "nvfp4"}.isdisjoint(precision.families) else "blackwell"
     return (
         reason and f"{reason.rstrip('.')}; with PARITY_EMULATED_GPU={gpu}, the CPU kernels compare it (--backend cpu)"
     )

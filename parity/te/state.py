@@ -7,11 +7,10 @@ import dataclasses
 import functools
 import inspect
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity.numerics.aten import NO_BACKWARD
 from parity.shown import few_of
+from parity.te.recipes import derive_rounding
 from parity.trace.whose import is_of_te, line_running
 from parity.user_error import UserError
 
@@ -84,28 +84,29 @@ def _watch_autocast(manager: Any, look: Callable[[dict[str, Any]], None]) -> Ite
         manager.autocast_enter = entered
 
 
-# The arguments of recipes that move scales or choose how products are added, which rounding models allow for. Any other
-# one changes what is rounded, or to what.
-_MODELLED = re.compile("margin|amax_.*|scaling_factor_.*|reduce_amax|fp8_gemm_.*")
-
-
 def _refuse_without_model(given: dict[str, Any]) -> None:
-    """Raise if a recipe that is entered rounds otherwise than the recipe of its name in ``parity.te``.
+    """Raise if a recipe that is entered rounds otherwise than every precision there is.
 
     Raises:
-        UserError: if it does; the message names the arguments.
+        UserError: if it does; says how to declare it.
     """
+    from parity.te import PRECISIONS
+
     recipe = given.get("fp8_recipe")
-    arguments = getattr(recipe, "__dataclass_fields__", {}).values() if given.get("enabled") else ()
-    others = [
-        f"{each.name}={getattr(recipe, each.name)}"
-        for each in arguments
-        if each.default not in (dataclasses.MISSING, getattr(recipe, each.name)) and not _MODELLED.fullmatch(each.name)
-    ]
-    if others:
+    if not given.get("enabled") or recipe is None:
+        return
+    own = derive_rounding(recipe, torch.bfloat16)
+    known = (each.rounding for each in PRECISIONS.values() if each.recipe is not None)
+    if all(own != replace(rounding, storage=own.storage) for rounding in known):
+        arguments = ", ".join(
+            f"{each.name}={getattr(recipe, each.name)}"
+            for each in dataclasses.fields(recipe)
+            if each.default not in (dataclasses.MISSING, getattr(recipe, each.name))
+        )
         raise UserError(
-            f"{type(recipe).__name__}({', '.join(others)}), which is entered at {line_running()}, rounds in a way that "
-            "no precision of parity has, so there is nothing to judge it by; leave these arguments out to compare"
+            f"{type(recipe).__name__}({arguments}), which is entered at {line_running()}, rounds in a way that no "
+            "precision has, so there is nothing to judge it by; declare it with parity.recipe(NAME, lambda: ...), and "
+            "compare at that precision"
         )
 
 

@@ -48,7 +48,7 @@ from lab.studies.training import (
 from parity import te
 from parity.measuring import record
 from parity.measuring.record import Campaign
-from parity.numerics.formats import Format, Rounding
+from parity.numerics.formats import Format, Operands, Rounding
 from parity.report.environment import KERNELS
 from parity.report.numbers import markdown_table, short
 from parity.report.record import FAILED, PASSED
@@ -89,12 +89,13 @@ class DitheredRounding(Rounding):
 
 def dithered(rounding: Rounding, seed: int) -> DitheredRounding:
     """Return the realisation of the model that belongs to a seed."""
+    both = rounding.columnwise
     return DitheredRounding(
         storage=rounding.storage,
         inputs=_dithered_format(rounding.inputs, seed),
         weights=_dithered_format(rounding.weights, seed),
         gradients=_dithered_format(rounding.gradients, seed),
-        rotate_wgrad=rounding.rotate_wgrad,
+        columnwise=both and Operands(*(_dithered_format(x, seed) for x in (both.inputs, both.weights, both.gradients))),
         parts=rounding.parts,
         seed=seed,
     )
