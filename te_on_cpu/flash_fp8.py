@@ -155,6 +155,11 @@ class Operands:
     exact_output_grad: Operand
 
 
+def with_one_scale(query: Operand, key: Operand, value: Operand, output: Operand, output_grad: Operand) -> Operands:
+    """Return the operands of tensors with one scale each, whose codes are the same for every product."""
+    return Operands(query, key, value, output_grad, query, key, output_grad, output, output_grad)
+
+
 def backward(
     operands: Operands, lse: Tensor, attention: Attention, probabilities: Cast, score_grads: Cast
 ) -> tuple[Gradients, Tensor]:
@@ -354,17 +359,21 @@ class _Written:
 
 def _operands(problem: Problem, tensors: Tensors, formats: GradientFormats) -> Operands:
     queries, keys, output_grads = problem.layout.query, problem.layout.key, formats.output
-    incoming, exact = tensors.output_grad, tensors.exact_output_grad
-    return Operands(
+    read = with_one_scale(
         query=_operand(tensors.query, queries),
         key=_operand(tensors.key, keys),
         value=_operand(tensors.value, keys),
-        output_grad=_operand(incoming, output_grads),
+        output=_operand(tensors.output, problem.output_format),
+        output_grad=_operand(tensors.output_grad, output_grads),
+    )
+    if tensors.exact_output_grad is None:
+        return read
+    return replace(
+        read,
         query_by_token=_operand(tensors.query, queries, by_token=True),
         key_by_token=_operand(tensors.key, keys, by_token=True),
-        output_grad_by_token=_operand(incoming, output_grads, by_token=True),
-        output=_operand(tensors.output, problem.output_format),
-        exact_output_grad=_operand(incoming if exact is None else exact, output_grads),
+        output_grad_by_token=_operand(tensors.output_grad, output_grads, by_token=True),
+        exact_output_grad=_operand(tensors.exact_output_grad, output_grads),
     )
 
 

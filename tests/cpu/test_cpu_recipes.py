@@ -357,7 +357,7 @@ def delayed_in_hybrid(role: Any) -> Any:
     )
 
 
-LINEAR = "Linear"
+LINEAR, BLOCKS = "Linear", "float8_block_scaling_factory"
 REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
     "E5M2 alone": (
         "blackwell", "Pure E5M2 training is not supported", recipe("MXFP8BlockScaling", fp8_format=format_of("E5M2"))
@@ -388,6 +388,10 @@ REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
         "hopper", "compute capability 10.0 or higher required for NVFP4",
         lambda: run(LINEAR, recipe("NVFP4BlockScaling")),
     ),
+    "MXFP8 in a custom recipe on a Hopper": (
+        "hopper", "products of MXFP8TensorStorage need compute capability 10.0",
+        lambda: run(LINEAR, custom("mxfp8_factory")),
+    ),
     "row scaling of transformed values": (
         "blackwell", "Row-scaled NVFP4 quantization does not support RHT",
         lambda: run(LINEAR, recipe("NVFP4BlockScaling", row_scaled_activation=True)),
@@ -412,7 +416,7 @@ REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
     ),
     "current scaling for gradients alone on a Hopper": (
         "hopper", "Quantizing in only the columnwise direction not supported yet!",
-        lambda: run(LINEAR, recipe("CustomRecipe", qfactory=hybrid("mxfp8_factory", "current_scaling_factory"))),
+        lambda: run(LINEAR, recipe("CustomRecipe", qfactory=hybrid(BLOCKS, "current_scaling_factory"))),
     ),
     "two formats in a product": (
         "blackwell", "compatible scaling modes", lambda: run(LINEAR, recipe("CustomRecipe", qfactory=mixed))
