@@ -47,7 +47,7 @@ __all__ = [
 _F16_DTYPES = (DType.kFloat16, DType.kBFloat16)
 _FP8_DTYPES = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 _LAST_CUDNN_WITH_GRAPH_BUG = 91500
-_FIRST_CUDNN_WITH_MXFP8 = 92100
+_CUDNN_9_21 = 92100
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,24 @@ def _choose(configuration: _Configuration) -> tuple[NVTE_Fused_Attn_Backend, str
 
 
 def _objections_in_fp8(configuration: _Configuration) -> Iterator[str]:
-    """Yield the rules of cuDNN 9.7 to 9.20 that are broken; TE's Python checks sliding windows and recipes itself.
+    """Yield the rules of cuDNN 9.7 and later that are broken; TE's Python checks sliding windows and recipes itself.
 
-    From 9.21 on, there is MXFP8, whose operands TE may pass as ``bhsd``.
+    From 9.21 on, there are MXFP8, whose operands TE may pass as ``bhsd``, and softmax sinks.
     """
     c, architecture = configuration, _architecture()
+    is_newer = cuda.cudnn_version() >= _CUDNN_9_21
     if architecture < 90:
         yield f"FP8 attention needs compute capability 9.0, and the GPU has {architecture / 10}"
     if c.kv_dtype != c.qkv_dtype:
         yield "Q and K have different dtypes"
     layout = attention_problem.parse_layout(c.qkv_layout)
-    formats = ("bshd", "sbhd", "bhsd") if cuda.cudnn_version() >= _FIRST_CUDNN_WITH_MXFP8 else ("bshd", "sbhd")
+    formats = ("bshd", "sbhd", "bhsd") if is_newer else ("bshd", "sbhd")
     if layout.query not in formats or layout.key != layout.query:
         yield f"FP8 attention needs queries and keys in the same format, one of {', '.join(formats)}"
     if c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS:
         yield "FP8 attention does not support a bias"
-    if c.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX:
-        yield "FP8 attention does not support softmax sinks"
+    if c.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX and not is_newer:
+        yield "FP8 attention does not support softmax sinks before cuDNN 9.21"
     if c.return_max_logit:
         yield "FP8 attention does not return the largest logit"
     if "BOTTOM_RIGHT" in NVTE_Mask_Type(c.attn_mask_type).name:

@@ -213,12 +213,40 @@ def test_attention_in_mxfp8_errs_by_the_casts_of_its_inputs(
     with emulated_gpu.emulated(cuda.BLACKWELL, cudnn_version=CUDNN_WITH_MXFP8 if is_fused else None):
         actual = steps(tensors, "mxfp8", attn_mask_type=mask)
     assert len(fused_calls) == (6 if is_fused else 0)
-    # All casts are to E4M3. The emulation casts the gradients, too.
+    # All casts are to E4M3. The emulation casts the results, too.
     p, result = norm(E4M3_ERROR, E4M3_ERROR), 0.0 if is_fused else E4M3_ERROR
-    output = norm(p, E4M3_ERROR)
+    output = norm(p, E4M3_ERROR, result)
     dv, dqk = norm(p, E4M3_ERROR, result), norm(p, E4M3_ERROR, E4M3_ERROR, output, E4M3_ERROR, result)
     for error, most in zip(errors(actual, exact(tensors, visible)), (output, dqk, dqk, dv), strict=True):
         assert 0.25 * most < error < most
+
+
+@HAS_MXFP8_ATTENTION
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize(
+    ("window", "sink"), [((-1, 0), "learnable"), ((31, 0), "vanilla")], ids=["a sink", "a sliding window"]
+)
+def test_cudnn_9_21_adds_sinks_and_windows(
+    fused_calls: list[tuple[str, bool]], name: str, window: tuple[int, int], sink: str
+) -> None:
+    tensors = mxfp8_leaves(FUSED_HEADS)
+    results = []
+    with emulated_gpu.emulated(cuda.BLACKWELL, cudnn_version=CUDNN_WITH_MXFP8):
+        for used in (recipe(name), None):
+            emulated_gpu.choose_again()
+            attention = TE.DotProductAttention(
+                FUSED_HEADS, 64, attention_dropout=0.0, qkv_format="bshd", softmax_type=sink, window_size=window
+            )
+            for _ in range(2):
+                inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+                with TE.autocast(enabled=used is not None, recipe=used):
+                    output = attention(*inputs, attn_mask_type="causal").view_as(tensors[3])
+                offsets = [] if sink == "vanilla" else [attention.softmax_offset]
+                gradients = torch.autograd.grad(output, [*inputs, *offsets], tensors[3])
+            results.append([output, *gradients])
+    assert [is_fp8 for _, is_fp8 in fused_calls] == [name != "mxfp8"] * 4 + [False] * 4
+    for in_fp8, in_bf16 in zip(*results, strict=True):
+        assert 0 < ((in_fp8 - in_bf16).float().norm() / in_bf16.float().norm()) < 0.2
 
 
 @HAS_MXFP8_ATTENTION
