@@ -42,12 +42,16 @@ def is_mxfp8(quantizer: Any) -> bool:
 
 
 def check_quantizer(quantizer: Any, kernel: str) -> None:
-    """Raise ``NotImplementedError`` for a quantizer that ``kernel`` does not serve."""
+    """Raise ``NotImplementedError`` for a quantizer that ``kernel`` does not serve, and neither does TE's own.
+
+    Follows ``convert_quantizer`` in ``csrc/common.cpp`` of TE 2.20.2. ``HybridQuantizer`` and ``IdentityQuantizer`` are
+    for TE's modules, whose Python takes them apart; operations (``te.ops``) pass them on.
+    """
     if not (float8.is_delayed(quantizer) or float8.is_current(quantizer) or formats.of_quantizer(quantizer)):
         served = ", ".join(entry.quantizer for entry in formats.FORMATS)
         raise NotImplementedError(
-            f"the CPU kernel {kernel} supports FP8 with delayed and current scaling, {served}, but TransformerEngine "
-            f"{versions.installed_version()} passed a {type(quantizer).__name__}"
+            f"Unexpected type for quantizer: {kernel} takes those of delayed and current scaling, {served}, as on a "
+            f"GPU, but TransformerEngine {versions.installed_version()} passed a {type(quantizer).__name__}"
         )
 
 
