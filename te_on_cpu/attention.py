@@ -420,9 +420,8 @@ def _check_operands(
 ) -> bool:
     """Return whether the operands are FP8, and raise an error for operands that cuDNN does not take."""
     operands = (("Q", query), ("K", key), ("V", value))
-    if any(
-        all(is_one(tensor) for _, tensor in operands) for is_one in (float8.is_float8_tensor, mxfp8.is_mxfp8_tensor)
-    ):
+    formats = (float8.is_float8_tensor, mxfp8.is_mxfp8_tensor)
+    if any(all(map(is_one, (query, key, value))) for is_one in formats):
         if bias_type != NVTE_Bias_Type.NVTE_NO_BIAS or return_max_logit:
             raise ValueError(
                 f"{kernel}: in FP8, cuDNN's fused attention supports neither a bias nor returning the largest logit"
