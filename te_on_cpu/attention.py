@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_on_cpu import attention_problem, cuda, flash, flash_fp8, float8, versions
+from te_on_cpu import attention_problem, cuda, flash, flash_fp8, float8, mxfp8, versions
 from te_on_cpu.attention_problem import Attention, Band, GradientFormats, Layout, Problem, format_name, parse_layout
 from te_on_cpu.enums import (
     DType,
@@ -32,6 +32,7 @@ __all__ = [
     "fused_attn_bwd",
     "fused_attn_fwd",
     "get_fused_attn_backend",
+    "multi_tensor_transpose_to_bhsd",
 ]
 
 # The choice of a fused attention backend for a configuration.
@@ -46,6 +47,7 @@ __all__ = [
 _F16_DTYPES = (DType.kFloat16, DType.kBFloat16)
 _FP8_DTYPES = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 _LAST_CUDNN_WITH_GRAPH_BUG = 91500
+_CUDNN_9_21 = 92100
 
 
 @dataclass(frozen=True)
@@ -102,19 +104,24 @@ def _choose(configuration: _Configuration) -> tuple[NVTE_Fused_Attn_Backend, str
 
 
 def _objections_in_fp8(configuration: _Configuration) -> Iterator[str]:
-    """Yield the rules of cuDNN 9.7 to 9.20 that are broken; TE's Python checks sliding windows and recipes itself."""
+    """Yield the rules of cuDNN 9.7 and later that are broken; TE's Python checks sliding windows and recipes itself.
+
+    From 9.21 on, there are MXFP8, whose operands TE may pass as ``bhsd``, and softmax sinks.
+    """
     c, architecture = configuration, _architecture()
+    is_newer = cuda.cudnn_version() >= _CUDNN_9_21
     if architecture < 90:
         yield f"FP8 attention needs compute capability 9.0, and the GPU has {architecture / 10}"
     if c.kv_dtype != c.qkv_dtype:
         yield "Q and K have different dtypes"
     layout = attention_problem.parse_layout(c.qkv_layout)
-    if layout.query not in ("bshd", "sbhd") or layout.key != layout.query:
-        yield "FP8 attention needs queries and keys in the same format, bshd or sbhd"
+    formats = ("bshd", "sbhd", "bhsd") if is_newer else ("bshd", "sbhd")
+    if layout.query not in formats or layout.key != layout.query:
+        yield f"FP8 attention needs queries and keys in the same format, one of {', '.join(formats)}"
     if c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS:
         yield "FP8 attention does not support a bias"
-    if c.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX:
-        yield "FP8 attention does not support softmax sinks"
+    if c.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX and not is_newer:
+        yield "FP8 attention does not support softmax sinks before cuDNN 9.21"
     if c.return_max_logit:
         yield "FP8 attention does not return the largest logit"
     if "BOTTOM_RIGHT" in NVTE_Mask_Type(c.attn_mask_type).name:
@@ -252,14 +259,14 @@ def fused_attn_fwd(
     """Compute attention. Without a padding mask type, every sequence is as long as the tensors.
 
     Args:
-        Q: ``[batch, seq, heads, features]``, or as the layout says; FP16, BF16 or TE's FP8 tensor.
+        Q: ``[batch, seq, heads, features]``, or as the layout says; FP16, BF16 or TE's FP8 or MXFP8 tensor.
         K: like Q, but with GQA groups for heads; pages of a cache if the layout is paged.
         V: like K, but its number of features may differ.
         fake_dtype: FP16 or BF16, the dtype of O; the nominal dtype if O is quantized.
         cu_seqlens_q: cumulative lengths ``[batch + 1]``, INT32.
         cu_seqlens_q_padded: in ``thd``, where sequences start, ``[batch + 1]``. Default: no gaps between them.
         page_table_k: pages of each sequence, ``[batch, pages]``; that of V is the same.
-        s_quantizer: with FP8, the quantizer of the probabilities; it keeps their amax.
+        s_quantizer: with FP8, the quantizer of the probabilities; it keeps their amax. None in MXFP8.
         o_quantizer: with FP8, the quantizer of O; with delayed scaling, O is quantized and its amax kept.
         Bias: ``[batch or 1, heads or 1, seq_q or 1, seq_kv]``; not with FP8.
         SoftmaxOffset: the sink's score, ``[1, heads, 1, 1]`` FP32.
@@ -271,7 +278,8 @@ def fused_attn_fwd(
 
     Raises:
         ValueError: for a dtype or a bias that cuDNN does not take.
-        NotImplementedError: for quantized tensors other than FP8 with one scale per tensor.
+        NotImplementedError: for quantized tensors other than MXFP8, and FP8 with one scale per tensor.
+        RuntimeError: for quantizers of the probabilities that do not hold a scale.
     """
     is_fp8 = _check_operands("fused_attn_fwd", Q, K, V, bias_type, return_max_logit)
     dropout = p_dropout if is_training else 0.0
@@ -339,7 +347,8 @@ def fused_attn_bwd(
     Args:
         O: the forward's O; if Q is FP8, it may be quantized or FP16 or BF16.
         dO: the gradient of O, quantized if Q is.
-        Aux_CTX_Tensors: the forward's other results, without the largest scores.
+        Aux_CTX_Tensors: the forward's other results, without the largest scores; in MXFP8 also dO before it was
+            quantized.
         s_quantizer: with FP8, the quantizer of the probabilities, with the scale that it had in the forward.
         dp_quantizer: with FP8, the quantizer of the gradients of the scores; it keeps their amax.
         dqkv_quantizer: with FP8, the quantizer of the results; with delayed scaling, they are quantized and their amax
@@ -351,7 +360,8 @@ def fused_attn_bwd(
 
     Raises:
         ValueError: for a dtype or a bias that cuDNN does not take.
-        NotImplementedError: for quantized tensors other than FP8 with one scale per tensor.
+        NotImplementedError: for quantized tensors other than MXFP8, and FP8 with one scale per tensor.
+        RuntimeError: for quantizers of the probabilities, and of the gradients of scores, that do not hold a scale.
     """
     is_fp8 = _check_operands("fused_attn_bwd", Q, K, V, bias_type)
     lse, rng_state, *rest = Aux_CTX_Tensors
@@ -376,8 +386,9 @@ def fused_attn_bwd(
     )
     if is_fp8:
         quantizers = (s_quantizer, dp_quantizer, dqkv_quantizer)
+        exact = rest.pop() if mxfp8.is_mxfp8_tensor(dO) else None
         return flash_fp8.backward_of_batch(
-            problem, flash_fp8.Tensors(Q, K, V, O, dO, lse), formats, *quantizers, fake_dtype
+            problem, flash_fp8.Tensors(Q, K, V, O, dO, lse, exact), formats, *quantizers, fake_dtype
         )
     return flash.backward_of_batch(problem, flash.Tensors(Q, K, V, O, dO, lse), formats)
 
@@ -409,7 +420,8 @@ def _check_operands(
 ) -> bool:
     """Return whether the operands are FP8, and raise an error for operands that cuDNN does not take."""
     operands = (("Q", query), ("K", key), ("V", value))
-    if all(float8.is_float8_tensor(tensor) for _, tensor in operands):
+    formats = (float8.is_float8_tensor, mxfp8.is_mxfp8_tensor)
+    if any(all(map(is_one, (query, key, value))) for is_one in formats):
         if bias_type != NVTE_Bias_Type.NVTE_NO_BIAS or return_max_logit:
             raise ValueError(
                 f"{kernel}: in FP8, cuDNN's fused attention supports neither a bias nor returning the largest logit"
@@ -418,7 +430,7 @@ def _check_operands(
     for name, tensor in operands:
         if not isinstance(tensor, Tensor) or hasattr(tensor, "_quantizer"):
             raise NotImplementedError(
-                f"the CPU kernel {kernel} supports FP16, BF16 and FP8 with one scale per tensor, but "
+                f"the CPU kernel {kernel} supports FP16, BF16, MXFP8 and FP8 with one scale per tensor, but "
                 f"TransformerEngine {versions.installed_version()} passed a {type(tensor).__name__} as {name}"
             )
         if tensor.dtype not in (torch.float16, torch.bfloat16):
@@ -426,6 +438,40 @@ def _check_operands(
     if bias_type == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         raise ValueError(f"{kernel}: cuDNN's fused attention cannot add a bias before scaling")
     return False
+
+
+def multi_tensor_transpose_to_bhsd(
+    inputs: Sequence[Tensor | None], original_format: str, outputs: Sequence[Tensor | None] = ()
+) -> list[Tensor | None]:
+    """Return contiguous copies of ``bshd`` or ``sbhd`` tensors as ``[batch, heads, seq, features]``; None stays None.
+
+    Args:
+        outputs: receive the copies, and may be wider in the last dimension, which is filled up with zeros. Default: new
+            tensors.
+
+    Raises:
+        RuntimeError: for other formats, and if there are not as many outputs as inputs.
+    """
+    if original_format not in ("bshd", "sbhd"):
+        raise RuntimeError(
+            "multi_tensor_transpose_to_bhsd: only BSHD/SBHD -> BHSD is currently supported. Got original_format="
+            f'"{original_format}".'
+        )
+    if outputs and len(outputs) != len(inputs):
+        raise RuntimeError(
+            f"multi_tensor_transpose_to_bhsd: outputs.size() ({len(outputs)}) != inputs.size() ({len(inputs)})."
+        )
+    order = [original_format.index(axis) for axis in "bhsd"]
+    copies: list[Tensor | None] = []
+    for tensor, given in zip(inputs, outputs or [None] * len(inputs), strict=True):
+        if tensor is None:
+            copies.append(None)
+            continue
+        by_head = tensor.detach().permute(order)
+        output = torch.empty(by_head.shape, dtype=tensor.dtype) if given is None else given.zero_()
+        output[..., : by_head.shape[-1]] = by_head
+        copies.append(output)
+    return copies
 
 
 # The KV cache for inference, and conversions between padded and packed sequences.

@@ -312,7 +312,8 @@ class Span:
     """Locate a sequence, or all sequences of a batch, in a tensor.
 
     Attributes:
-        format: ``bshd``, ``sbhd``, ``thd``, or ``bhs`` and ``th`` for tensors with one number per query and head.
+        format: ``bshd``, ``sbhd``, ``bhsd``, ``thd``, or ``bhs`` and ``th`` for tensors with one number per query and
+            head.
         batch: the entries of the batch; None in ``thd``.
         start: the first token in ``thd``, otherwise 0.
         length: the number of tokens, of each sequence if there are several.
@@ -336,7 +337,7 @@ class Span:
                 return tensor[self.batch, tokens].transpose(1, 2)
             case "sbhd":
                 return tensor[tokens, self.batch].permute(1, 2, 0, 3)
-            case "bhs":
+            case "bhs" | "bhsd":
                 return tensor[self.batch, :, tokens]
             case _:
                 return tensor[tokens].transpose(0, 1).unsqueeze(0)

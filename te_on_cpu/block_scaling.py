@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from te_on_cpu import float8
+from te_on_cpu import cuda, float8
 
 # Matrices that are cut into blocks: the amax of each block, and multiplication by one factor per block.
 #
@@ -160,7 +160,8 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
 def decode(tensor: Any) -> Tensor:
     """Return the FP32 values, ``[*leading, k]``, decoded from the rowwise codes if there are any."""
     columnwise = tensor._rowwise_data is None
-    matrix = operand(tensor, columnwise)[0].float()
+    codes, scale_inv, block = _codes_and_scales(tensor, columnwise)
+    matrix = multiply(float8.decode(codes, float8.fp8_dtype(tensor)), scale_inv, block)
     return (matrix.t() if columnwise else matrix).reshape(logical_shape(tensor))
 
 
@@ -169,7 +170,7 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
 
     If all scales are powers of two, the values are BF16, which holds them exactly; otherwise they are FP32.
     """
-    codes, scale_inv, block = _codes_and_scales(tensor, columnwise)
+    codes, scale_inv, block = _codes_and_gemm_scales(tensor, columnwise)
     exact = not (scale_inv.contiguous().view(torch.int32) & 0x7FFFFF).any()
     dtype = torch.bfloat16 if exact else torch.float32
     values = float8.decode(codes, float8.fp8_dtype(tensor), dtype)
@@ -181,7 +182,7 @@ def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
 
     The scales are ``[outer, ceil(inner / 128)]``.
     """
-    codes, scale_inv, block = _codes_and_scales(tensor, columnwise)
+    codes, scale_inv, block = _codes_and_gemm_scales(tensor, columnwise)
     scales = scale_inv.repeat_interleave(block[0], 0)[: codes.shape[0]]
     return float8.decode(codes, float8.fp8_dtype(tensor), torch.bfloat16), scales
 
@@ -192,6 +193,19 @@ def logical_shape(tensor: Any) -> torch.Size:
         return tensor._rowwise_data.shape
     columnwise = tensor._columnwise_data.shape
     return torch.Size((*columnwise[1:], *columnwise[:1]))
+
+
+def _codes_and_gemm_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, Block]:
+    """Return ``_codes_and_scales`` as a GEMM reads them.
+
+    From Blackwell on, TE multiplies them as MXFP8, whose scales have the exponents of these and no other bits
+    (``common/swizzle/swizzle_block_scaling.cu`` of TE 2.20). So scales that are not powers of two are cut to one.
+    """
+    codes, scale_inv, block = _codes_and_scales(tensor, columnwise)
+    if cuda.get_device_capability() >= (10, 0):
+        exponent = scale_inv.contiguous().view(torch.int32) & 0x7F800000
+        scale_inv = exponent.masked_fill_(exponent == 0, 0x400000).view(torch.float32)  # 2**-127 is E8M0's smallest
+    return codes, scale_inv, block
 
 
 def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, Block]:

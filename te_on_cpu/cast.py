@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_on_cpu import float8, formats, nvfp4, swizzle, versions
+from te_on_cpu import cuda, float8, formats, nvfp4, swizzle, versions
 from te_on_cpu.enums import TORCH_DTYPE
 
 __all__ = [
@@ -42,12 +42,16 @@ def is_mxfp8(quantizer: Any) -> bool:
 
 
 def check_quantizer(quantizer: Any, kernel: str) -> None:
-    """Raise ``NotImplementedError`` for a quantizer that ``kernel`` does not serve."""
+    """Raise ``NotImplementedError`` for a quantizer that ``kernel`` does not serve, and neither does TE's own.
+
+    Follows ``convert_quantizer`` in ``csrc/common.cpp`` of TE 2.20.2. ``HybridQuantizer`` and ``IdentityQuantizer`` are
+    for TE's modules, whose Python takes them apart; operations (``te.ops``) pass them on.
+    """
     if not (float8.is_delayed(quantizer) or float8.is_current(quantizer) or formats.of_quantizer(quantizer)):
         served = ", ".join(entry.quantizer for entry in formats.FORMATS)
         raise NotImplementedError(
-            f"the CPU kernel {kernel} supports FP8 with delayed and current scaling, {served}, but TransformerEngine "
-            f"{versions.installed_version()} passed a {type(quantizer).__name__}"
+            f"Unexpected type for quantizer: {kernel} takes those of delayed and current scaling, {served}, as on a "
+            f"GPU, but TransformerEngine {versions.installed_version()} passed a {type(quantizer).__name__}"
         )
 
 
@@ -106,9 +110,9 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         noop: FP32 flag of one element; 1 leaves ``output``, its scale and the amax as they are.
 
     Raises:
-        NotImplementedError: for quantizers that are not TE's own, and for only columnwise data with one scale per
-            tensor, which TE's kernels do not support either.
-        RuntimeError: for shapes that a block-scaled format does not support.
+        NotImplementedError: for quantizers that are not TE's own.
+        RuntimeError: for only columnwise data with one scale per tensor (but on a Blackwell, whose GEMMs read no
+            transposes), and for shapes that a block-scaled format does not support.
     """
     check_quantizer(quantizer, "quantize")
     tensor = tensor.detach()
@@ -132,9 +136,9 @@ def _quantize(values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, a
     if values.numel() == 0:
         return float8.empty(quantizer, values.shape, dtype) if output is None else output
     if not float8.needs_codes(quantizer):
-        raise NotImplementedError(
-            f"a {type(quantizer).__name__} asks only for columnwise data, but TransformerEngine's cast needs "
-            "rowwise_usage, too"
+        raise RuntimeError(  # ``common/cast/dispatch/quantize.cuh``
+            f"a {type(quantizer).__name__} asks only for columnwise data, which needs a transpose on this GPU: "
+            "Quantizing in only the columnwise direction not supported yet!"
         )
     codes = float8.encode(values, _scale(values, quantizer, amax), float8.fp8_dtype(quantizer))
     if output is None:
@@ -205,13 +209,39 @@ def split_quantize(
 
     Raises:
         ValueError: if there are not as many quantizers as sections, or the sections exceed the tensor.
+        RuntimeError: for sections and options that TE's kernel for several NVFP4 tensors refuses.
     """
     if len(quantizer_list) != len(split_sections):
         raise ValueError(f"split_quantize got {len(split_sections)} sections but {len(quantizer_list)} quantizers")
     if sum(split_sections) > tensor.shape[0]:
         raise ValueError(f"split_quantize cannot split {tensor.shape[0]} rows into {list(split_sections)}")
+    is_nvfp4 = [type(quantizer).__name__ == "NVFP4Quantizer" for quantizer in quantizer_list]
+    if tensor.numel() and all(is_nvfp4) and not disable_bulk_allocation:
+        _check_nvfp4_split(tensor.shape[-1], split_sections, quantizer_list)
     parts = tensor[: sum(split_sections)].split(list(split_sections))
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
+
+
+def _check_nvfp4_split(columns: int, split_sections: Sequence[int], quantizers: Sequence[Any]) -> None:
+    """Raise ``RuntimeError`` for what TE's kernel for several NVFP4 tensors refuses.
+
+    Follows ``split_quantize_nvfp4_impl`` in ``csrc/extensions/cast.cpp`` of TE 2.20.2, and
+    ``common/hadamard_transform/group_hadamard_transform.cu``. Tensors whose rows are not multiples of 128 elements, and
+    row-scaled ones, are cast one by one.
+    """
+    if columns % 128 or any(getattr(quantizer, "row_scaled_nvfp4", False) for quantizer in quantizers):
+        return
+    first = quantizers[0]
+    for option, name in (("with_2d_quantization", "2D quantization"), ("with_amax_reduction", "amax reduction")):
+        if getattr(first, option):
+            raise RuntimeError(f"NVFP4 split-quantize does not support {name}")
+    if first.with_rht and (10, 0) <= cuda.get_device_capability() <= (11, 0):
+        for index, rows in enumerate(split_sections):
+            if rows % 64:
+                raise RuntimeError(
+                    f"component {index} of split_sections should be 64 multiple, but it is {rows}; pad the groups "
+                    "(Fp8Padding), or disable the random Hadamard transform"
+                )
 
 
 def create_empty_quantized_tensor(

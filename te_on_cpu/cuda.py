@@ -53,6 +53,8 @@ GPUS = {"ada": ADA, "hopper": HOPPER, "blackwell": BLACKWELL}
 GPU_VARIABLE = "PARITY_EMULATED_GPU"
 CUBLASLT_VARIABLE = "PARITY_EMULATED_CUBLASLT"
 DEFAULT_CUBLASLT = 130200
+CUDNN_VARIABLE = "PARITY_EMULATED_CUDNN"
+DEFAULT_CUDNN = 91500
 
 
 class BadVariable(EmulationError, ValueError):
@@ -105,9 +107,19 @@ def cublaslt_version() -> int:
     return int(value)
 
 
+@functools.cache
 def cudnn_version() -> int:
-    """Return the version of the emulated cuDNN, 9.15.0, encoded as ``cudnnGetVersion`` does."""
-    return 91500
+    """Return cuDNN's version, 9.15.0 or ``PARITY_EMULATED_CUDNN``, as ``cudnnGetVersion`` encodes it.
+
+    From 9.21 on, TE 2.20 offers attention in MXFP8 on a Blackwell.
+
+    Raises:
+        BadVariable: if the variable does not hold such a number.
+    """
+    value = os.environ.get(CUDNN_VARIABLE, str(DEFAULT_CUDNN))
+    if not re.fullmatch(r"9\d{4}", value):
+        raise BadVariable(f"{CUDNN_VARIABLE}={value!r} is not a version of cuDNN 9; write 92100 for 9.21.0")
+    return int(value)
 
 
 def check_environment() -> None:
@@ -118,6 +130,7 @@ def check_environment() -> None:
     """
     environment_gpu()
     cublaslt_version()
+    cudnn_version()
 
 
 def has_gemm_without_transposes() -> bool:

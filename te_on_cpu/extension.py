@@ -86,7 +86,7 @@ def _missing_kernel(name: str, version: Version) -> Callable[..., NoReturn]:
 def build(version: Version) -> ModuleType:
     """Return the module ``transformer_engine_torch``, with all of ``KERNELS``, as this version of TE expects it."""
     # Refuse mistakes in the environment when TE is loaded, not in the middle of a model.
-    cuda.emulated_gpu(), cuda.cublaslt_version(), kernel_choices.current()
+    cuda.emulated_gpu(), cuda.cublaslt_version(), cuda.cudnn_version(), kernel_choices.current()
     extension = _Extension(NAME)
     extension.version = version
     for name, kernel in KERNELS.items():

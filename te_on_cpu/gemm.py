@@ -551,6 +551,8 @@ def _add_bias(outputs: Sequence[Tensor], biases: Sequence[Tensor], bias_scale: T
 
 
 _ALIGNMENT = 16
+# The first compute capability whose tensor cores multiply each block-scaled format (``pytorch/quantization.py``).
+_FIRST_GPU = {"Float8BlockQuantizer": 9, "MXFP8Quantizer": 10, "NVFP4Quantizer": 10}
 _BLOCK_ALIGNMENT = 8
 
 # The meaning of the dimensions of a linear layer's GEMMs, by transA and transB. In order, these compute the result, the
@@ -612,6 +614,12 @@ def check(request: Request) -> None:
         raise RuntimeError(
             f"generic_gemm: inputs A and B need to have compatible scaling modes, but A is a {type(request.A).__name__}"
             f" and B a {type(request.B).__name__}; quantize both with the same recipe"
+        )
+    if entry is not None and cuda.get_device_capability() < (_FIRST_GPU[entry.quantizer], 0):
+        raise RuntimeError(
+            f"generic_gemm: Unable to find suitable cuBLAS GEMM algorithm: products of {type(request.A).__name__} need "
+            f"compute capability {_FIRST_GPU[entry.quantizer]}.0; TE checks this for its own recipes, not for a "
+            "CustomRecipe"
         )
     if entry is None:
         _check_leading_dimensions(request)

@@ -35,6 +35,11 @@ _NAN_CODE, _LARGEST_CODE = 255, 254
 _SMALLEST_BITS = 0x400000
 
 
+def is_mxfp8_tensor(value: Any) -> bool:
+    """Return whether ``value`` is TE's ``MXFP8Tensor`` or ``MXFP8TensorStorage``."""
+    return any(base.__name__ == "MXFP8TensorStorage" for base in type(value).__mro__)
+
+
 def settings(quantizer: Any) -> dict[str, Any]:
     """Return the arguments of ``MXFP8Tensor`` besides its buffers."""
     return {"fp8_dtype": quantizer.dtype, swizzle.FLAG: swizzle.is_wanted(quantizer)}
@@ -109,6 +114,24 @@ def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
     codes, scales = _codes_and_scales(tensor, columnwise)
     values = float8.decode(codes, float8.fp8_dtype(tensor), torch.bfloat16)
     return (values.t(), scales.t()) if columnwise else (values, scales)
+
+
+def of_attention(tensor: Any, columnwise: bool, data_format: str) -> Tensor:
+    """Return the values of Q, K, V or dO, exact in BF16, in the format of the tensor.
+
+    Blocks lie along the features, or, columnwise, along the sequence. TE's Python reorders the scales (in
+    ``mxfp8_transpose_swizzle``) as if the tensor were ``bhsd``, whatever the format of the codes is.
+
+    Args:
+        data_format: ``bshd``, ``sbhd`` or ``bhsd``; sequences are multiples of 128.
+    """
+    codes = tensor._columnwise_data if columnwise else tensor._rowwise_data
+    by_head = codes.permute([data_format.index(axis) for axis in "bhsd"])
+    block = _VECTOR["columnwise" if columnwise else "rowwise"]
+    scales = from_e8m0(swizzle.scales_of(tensor, columnwise, transposed=columnwise)[:, : codes.shape[-1] // block[1]])
+    unscaled = float8.decode(by_head.flatten(0, 2), float8.fp8_dtype(tensor), torch.bfloat16)
+    values = block_scaling.multiply(unscaled, scales.bfloat16(), block).view(by_head.shape)
+    return values.permute(["bhsd".index(axis) for axis in data_format])
 
 
 def logical_shape(tensor: Any) -> torch.Size:

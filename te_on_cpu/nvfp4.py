@@ -311,7 +311,7 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
         RuntimeError: for sizes that are not multiples of 16, and options that TE does not combine.
     """
     shapes = buffer_shapes(quantizer, values.shape)
-    _check_options(quantizer)
+    _check_options(quantizer, values)
     if _is_set("NVTE_USE_FAST_MATH") and not getattr(quantizer, "nvfp4_use_4over6", False):
         _warn_of_fast_math()
     flat = block_scaling.as_matrix(values)
@@ -475,24 +475,44 @@ def _block_scales(tensor: Any, columnwise: bool, packed: Tensor) -> Tensor:
     return float8.decode(stored[: packed.shape[0], : packed.shape[1] * 2 // _LENGTH], E4M3)
 
 
-def _check_options(quantizer: Any) -> None:
-    """Raise ``RuntimeError`` for options that TE's quantizer refuses to combine."""
+def _check_options(quantizer: Any, values: Tensor) -> None:
+    """Raise ``RuntimeError``, in TE's words, for options that TE's quantizer refuses to combine.
+
+    Follows ``NVFP4Quantizer::quantize_impl`` in ``csrc/quantizer.cpp`` of TE 2.20.2, and
+    ``common/cast/dispatch/quantize.cuh``.
+    """
     on = {
-        "random Hadamard transform": quantizer.with_rht,
+        "RHT": quantizer.with_rht,
         "2D quantization": quantizer.with_2d_quantization,
         "stochastic rounding": quantizer.stochastic_rounding,
         "amax reduction": quantizer.with_amax_reduction,
     }
-    refused = {
-        "row_scaled_nvfp4": tuple(on),
-        "nvfp4_use_4over6": ("random Hadamard transform", "stochastic rounding"),
-    }
-    for option, others in refused.items():
+    has_two_scales, is_row_scaled = (
+        getattr(quantizer, name, False) for name in ("nvfp4_use_4over6", "row_scaled_nvfp4")
+    )
+    refused = (
+        ("NVFP4 4over6", has_two_scales, ("RHT", "stochastic rounding")),
+        ("Row-scaled NVFP4", is_row_scaled, on),
+    )
+    for name, is_asked, others in refused:
         for other in others:
-            if getattr(quantizer, option, False) and on[other]:
-                raise RuntimeError(f"NVFP4 quantization with {option} does not support {other}")
+            if is_asked and on[other]:
+                raise RuntimeError(f"{name} quantization does not support {other}.")
+    if is_row_scaled and not quantizer.rowwise_usage:
+        raise RuntimeError("Row-scaled NVFP4 quantization requires rowwise usage.")
+    if is_row_scaled and quantizer.columnwise_usage:
+        if has_two_scales:
+            raise RuntimeError(
+                "Row-scaled NVFP4 transpose quantization is not supported with 4over6 mode. The 4over6 kernel does not "
+                "consume the per-row/per-column amaxes, so the columnwise output would be incorrect."
+            )
+        if values.dtype != torch.bfloat16 or any(size % 32 for size in block_scaling.rows_and_columns(values.shape)):
+            raise RuntimeError(
+                "Row-scaled NVFP4 transpose quantization requires BF16 input and dimensions that are multiples of 32, "
+                f"but got {values.dtype} {list(values.shape)}."
+            )
     if quantizer.with_rht and not quantizer.with_post_rht_amax:
-        raise RuntimeError("NVFP4 quantization with a random Hadamard transform needs with_post_rht_amax=True")
+        raise RuntimeError("Pre-RHT amax is not supported yet. Use with_post_rht_amax=true instead.")
 
 
 def _is_set(variable: str) -> bool:

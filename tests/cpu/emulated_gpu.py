@@ -15,11 +15,16 @@ from te_on_cpu import cuda
 
 
 @contextmanager
-def emulated(gpu: cuda.DeviceProperties, cublaslt_version: int | None = None) -> Iterator[ModuleType]:
-    """Yield ``transformer_engine.pytorch``, which finds ``gpu`` and this version of cuBLASLt within the context."""
+def emulated(
+    gpu: cuda.DeviceProperties, cublaslt_version: int | None = None, cudnn_version: int | None = None
+) -> Iterator[ModuleType]:
+    """Yield ``transformer_engine.pytorch``, which finds ``gpu`` and these versions of libraries within the context."""
     module = te.kernels("cpu").te
-    version = cublaslt_version or cuda.cublaslt_version()
-    with mock.patch.object(cuda, "cublaslt_version", return_value=version), cuda.emulated(gpu):
+    cublaslt, cudnn = cublaslt_version or cuda.cublaslt_version(), cudnn_version or cuda.cudnn_version()
+    with (
+        mock.patch.multiple(cuda, cublaslt_version=lambda: cublaslt, cudnn_version=lambda: cudnn),
+        cuda.emulated(gpu),
+    ):
         yield module
 
 

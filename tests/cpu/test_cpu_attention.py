@@ -374,7 +374,7 @@ def test_dropout_draws_its_seed_from_the_generator_given() -> None:
             lambda t: object(),
             {},
             NotImplementedError,
-            "supports FP16, BF16 and FP8 with one scale per tensor, but TransformerEngine .* passed a object as Q",
+            "supports FP16, BF16, MXFP8 and FP8 with one scale per tensor, but .* passed a object as Q",
         ),
         (
             lambda t: t,
@@ -522,8 +522,8 @@ def test_with_current_scaling_results_are_bf16_and_the_backward_may_read_o_in_bf
         ({"return_max_logit": True}, ValueError, "supports neither a bias nor returning the largest logit"),
         (
             {"s_quantizer": current_quantizer()},
-            NotImplementedError,
-            "casts S with delayed scaling, and not with a Float8Current",
+            RuntimeError,
+            "the quantizer of S is a Float8CurrentScalingQuantizer, which has neither",
         ),
     ],
 )

@@ -147,7 +147,7 @@ def test_columnwise_usage_adds_the_transposed_codes() -> None:
 
 
 def test_columnwise_data_alone_is_refused_as_by_the_gpu_kernel() -> None:
-    with pytest.raises(NotImplementedError, match="asks only for columnwise data"):
+    with pytest.raises(RuntimeError, match="Quantizing in only the columnwise direction not supported yet!"):
         cast.quantize(torch.randn(4, 8), current(rowwise=False))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from te_on_cpu import attention_problem, flash, flash_fp8, float8
 from te_on_cpu.attention_problem import Attention, Band
 from te_on_cpu.enums import NVTE_Mask_Type
-from te_on_cpu.flash_fp8 import Cast, Operand
+from te_on_cpu.flash_fp8 import Cast, Operand, with_one_scale
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EVERYTHING = Band(None, None, False)
@@ -234,7 +234,7 @@ def test_results_are_off_by_no_more_than_the_casts_of_p_and_ds(
             patch.setattr(attention_problem, "_SCORES_IN_A_BLOCK", scores)
         result = flash_fp8.forward(q, k, v, attention, s_cast)
         o = Operand(result.output, 1.0)
-        gradients, amax = flash_fp8.backward(q, k, v, o, do, result.lse, attention, s_cast, dp_cast)
+        gradients, amax = flash_fp8.backward(with_one_scale(q, k, v, o, do), result.lse, attention, s_cast, dp_cast)
     exact = oracle.forward(value(q), value(k), value(v), seen, SCALE, s_cast.scale)
     assert_within(result.output, exact.values["o"], exact.bounds["o"])
     torch.testing.assert_close(result.amax.double(), exact.amax, rtol=1e-5, atol=0)
@@ -269,7 +269,7 @@ def test_ds_is_cast_with_its_scale_for_its_products_with_q_and_k() -> None:
     attention, s_cast, dp_cast = Attention(0.5, EVERYTHING), Cast(E4M3, 1.0), Cast(E5M2, 3.0)
     do, o = Operand(torch.ones(1, 1, 1, 1), 4.0), Operand(torch.ones(1, 1, 1, 1), 0.25)
     lse = torch.tensor([0.0, 0.5]).logsumexp(0).view(1, 1, 1, 1)
-    gradients, amax = flash_fp8.backward(query, key, values, o, do, lse, attention, s_cast, dp_cast)
+    gradients, amax = flash_fp8.backward(with_one_scale(query, key, values, o, do), lse, attention, s_cast, dp_cast)
     p = torch.tensor([0.0, 0.5]).softmax(0)
     # dP is 4 and 0, and the sum of dO O is 1.
     ds = p * (torch.tensor([4.0, 0.0]) - 1) * 0.5
@@ -289,7 +289,9 @@ def test_a_sink_takes_its_part_and_gets_a_gradient() -> None:
     assert result.amax.item() == pytest.approx(p[1].item(), rel=1e-6)
     assert result.output.item() == pytest.approx(p[:2].to(E4M3).float().sum().item(), rel=1e-6)
     output = Operand(p[:2].sum().view(1, 1, 1, 1), 1.0)
-    gradients, _ = flash_fp8.backward(query, key, value, output, do, result.lse, attention, cast, Cast(E5M2, 1.0))
+    gradients, _ = flash_fp8.backward(
+        with_one_scale(query, key, value, output, do), result.lse, attention, cast, Cast(E5M2, 1.0)
+    )
     assert gradients.sink is not None
     assert gradients.sink.item() == pytest.approx(-(p[2] * p[:2].sum()).item(), rel=1e-5)
 
@@ -302,7 +304,7 @@ def test_backward_of_dropout_uses_the_mask_of_the_forward() -> None:
     cast = Cast(E4M3, 64.0)
     result = flash_fp8.forward(q, k, v, attention, cast)
     gradients, _ = flash_fp8.backward(
-        q, k, v, Operand(result.output, 1.0), do, result.lse, attention, cast, Cast(E5M2, 1.0)
+        with_one_scale(q, k, v, Operand(result.output, 1.0), do), result.lse, attention, cast, Cast(E5M2, 1.0)
     )
     # The output is linear in V, so that V and its gradient have the same inner product as the output and its gradient.
     by_output = (result.output.double() * value(do)).sum().item()

@@ -29,6 +29,7 @@ RECIPES = {
     "current": ("Float8CurrentScaling", {"fp8_dpa": True}),
     "delayed, MHA": ("DelayedScaling", {"fp8_dpa": True, "fp8_mha": True}),
     "current, MHA": ("Float8CurrentScaling", {"fp8_dpa": True, "fp8_mha": True}),
+    "mxfp8": ("MXFP8BlockScaling", {"fp8_dpa": True}),
 }
 
 
@@ -181,6 +182,100 @@ def test_attention_in_fp8_is_as_near_to_fp64_as_e4m3_and_e5m2_allow(monkeypatch:
     for error in errors(actual, exact(tensors, oracle.visible(SEQ, SEQ, right=0))):
         # One rounding to E4M3 costs about 2^-5.5 in norm, one to E5M2 2^-4.5, and each result has a handful of them.
         assert 2**-6 < error < 2**-2.5
+
+
+# MXFP8, which cuDNN has from 9.21 on, and TE from 2.17 on.
+
+
+CUDNN_WITH_MXFP8 = 92100
+HAS_MXFP8_ATTENTION = pytest.mark.skipif(
+    versions.installed_version() < Version("2.20"), reason="older versions of TE pass MXFP8 tensors to cuDNN otherwise"
+)
+
+
+def mxfp8_leaves(query_heads: int) -> list[Tensor]:
+    """Return query, key, value and output gradient, whose sequences are long enough for TE to cast them to MXFP8."""
+    rng = torch.Generator().manual_seed(0)
+    heads = (query_heads, FUSED_HEADS, FUSED_HEADS, query_heads)
+    return [torch.randn(BATCH, 128, each, 64, generator=rng).to(BF16) for each in heads]
+
+
+@HAS_MXFP8_ATTENTION
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "emulated by TE"])
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_attention_in_mxfp8_errs_by_the_casts_of_its_inputs(
+    fused_calls: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch, mask: str, is_fused: bool
+) -> None:
+    if not is_fused:
+        monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    visible = oracle.visible(128, 128, right=0 if mask == "causal" else None)
+    tensors = mxfp8_leaves(FUSED_HEADS)
+    with emulated_gpu.emulated(cuda.BLACKWELL, cudnn_version=CUDNN_WITH_MXFP8 if is_fused else None):
+        actual = steps(tensors, "mxfp8", attn_mask_type=mask)
+    assert len(fused_calls) == (6 if is_fused else 0)
+    # All casts are to E4M3. The emulation casts the results, too.
+    p, result = norm(E4M3_ERROR, E4M3_ERROR), 0.0 if is_fused else E4M3_ERROR
+    output = norm(p, E4M3_ERROR, result)
+    dv, dqk = norm(p, E4M3_ERROR, result), norm(p, E4M3_ERROR, E4M3_ERROR, output, E4M3_ERROR, result)
+    for error, most in zip(errors(actual, exact(tensors, visible)), (output, dqk, dqk, dv), strict=True):
+        assert 0.25 * most < error < most
+
+
+@HAS_MXFP8_ATTENTION
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize(
+    ("window", "sink"), [((-1, 0), "learnable"), ((31, 0), "vanilla")], ids=["a sink", "a sliding window"]
+)
+def test_cudnn_9_21_adds_sinks_and_windows(
+    fused_calls: list[tuple[str, bool]], name: str, window: tuple[int, int], sink: str
+) -> None:
+    tensors = mxfp8_leaves(FUSED_HEADS)
+    results = []
+    with emulated_gpu.emulated(cuda.BLACKWELL, cudnn_version=CUDNN_WITH_MXFP8):
+        for used in (recipe(name), None):
+            emulated_gpu.choose_again()
+            attention = TE.DotProductAttention(
+                FUSED_HEADS, 64, attention_dropout=0.0, qkv_format="bshd", softmax_type=sink, window_size=window
+            )
+            for _ in range(2):
+                inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+                with TE.autocast(enabled=used is not None, recipe=used):
+                    output = attention(*inputs, attn_mask_type="causal").view_as(tensors[3])
+                offsets = [] if sink == "vanilla" else [attention.softmax_offset]
+                gradients = torch.autograd.grad(output, [*inputs, *offsets], tensors[3])
+            results.append([output, *gradients])
+    assert [is_fp8 for _, is_fp8 in fused_calls] == [name != "mxfp8"] * 4 + [False] * 4
+    for in_fp8, in_bf16 in zip(*results, strict=True):
+        assert 0 < ((in_fp8 - in_bf16).float().norm() / in_bf16.float().norm()) < 0.2
+
+
+@HAS_MXFP8_ATTENTION
+def test_mxfp8_scales_lie_by_head_whatever_the_format_of_the_codes() -> None:
+    tensors = mxfp8_leaves(2 * FUSED_HEADS)
+    in_sbhd = [tensor.transpose(0, 1).contiguous() for tensor in tensors]
+    with emulated_gpu.emulated(cuda.BLACKWELL, cudnn_version=CUDNN_WITH_MXFP8):
+        results = []
+        for qkv_format, given in (("bshd", tensors), ("sbhd", in_sbhd)):
+            emulated_gpu.choose_again()
+            attention = TE.DotProductAttention(
+                2 * FUSED_HEADS, 64, num_gqa_groups=FUSED_HEADS, attention_dropout=0.0, qkv_format=qkv_format
+            )
+            inputs = [tensor.clone().requires_grad_() for tensor in given[:3]]
+            with TE.autocast(enabled=True, recipe=recipe("mxfp8")):
+                output = attention(*inputs, attn_mask_type="causal").view_as(given[3])
+            results.append([output, *torch.autograd.grad(output, inputs, given[3])])
+        # TE lays packed tensors out by head before it casts them.
+        packed = torch.stack([tensor.detach() for tensor in tensors[1:3]], 2).requires_grad_()
+        query = tensors[0].clone().requires_grad_()
+        with TE.autocast(enabled=True, recipe=recipe("mxfp8")):
+            attention = TE.DotProductAttention(
+                2 * FUSED_HEADS, 64, num_gqa_groups=FUSED_HEADS, attention_dropout=0.0, qkv_format="bshd"
+            )
+            output = attention(query, packed[:, :, 0], packed[:, :, 1], attn_mask_type="causal").view_as(tensors[3])
+        of_query, of_packed = torch.autograd.grad(output, [query, packed], tensors[3])
+    apart = results[0]
+    assert all(torch.equal(one, other.transpose(0, 1)) for one, other in zip(*results, strict=True))
+    assert all(map(torch.equal, (output, of_query, *of_packed.unbind(2)), apart))
 
 
 def losses(fp8_recipe: Any, heads: int, features: int) -> list[float]:

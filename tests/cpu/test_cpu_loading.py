@@ -456,25 +456,46 @@ def test_an_unknown_gpu_is_refused_with_the_known_ones_when_te_is_loaded(monkeyp
 
 
 @pytest.fixture
-def fresh_cublaslt() -> Iterator[None]:
-    cuda.cublaslt_version.cache_clear()
+def fresh_versions() -> Iterator[None]:
+    for version in (cuda.cublaslt_version, cuda.cudnn_version):
+        version.cache_clear()
     yield
-    cuda.cublaslt_version.cache_clear()
+    for version in (cuda.cublaslt_version, cuda.cudnn_version):
+        version.cache_clear()
 
 
-@pytest.mark.usefixtures("fresh_cublaslt")
-@pytest.mark.parametrize(("value", "version"), [(None, 130200), ("130600", 130600)])
-def test_the_environment_sets_cublaslt(value: str | None, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PARITY_EMULATED_CUBLASLT", raising=False)
+@pytest.mark.usefixtures("fresh_versions")
+@pytest.mark.parametrize(
+    ("library", "value", "version"),
+    [
+        ("cublasLt", None, 130200),
+        ("cublasLt", "130600", 130600),
+        ("cudnn", None, 91500),
+        ("cudnn", "92100", 92100),
+    ],
+)
+def test_the_environment_sets_the_versions_of_libraries(
+    library: str, value: str | None, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(f"PARITY_EMULATED_{library.upper()}", raising=False)
     if value is not None:
-        monkeypatch.setenv("PARITY_EMULATED_CUBLASLT", value)
-    assert extension.build(Version(te.version())).get_cublasLt_version() == version
+        monkeypatch.setenv(f"PARITY_EMULATED_{library.upper()}", value)
+    assert getattr(extension.build(Version(te.version())), f"get_{library}_version")() == version
 
 
-@pytest.mark.usefixtures("fresh_cublaslt")
-def test_what_is_no_version_of_cublaslt_is_refused_when_te_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARITY_EMULATED_CUBLASLT", "13.6")
-    with pytest.raises(ValueError, match=r"'13\.6' is not a version of cuBLASLt; write 130600 for 13\.6\.0"):
+@pytest.mark.usefixtures("fresh_versions")
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("CUBLASLT", "13.6", r"'13\.6' is not a version of cuBLASLt; write 130600 for 13\.6\.0"),
+        ("CUDNN", "9.21", r"'9\.21' is not a version of cuDNN 9; write 92100 for 9\.21\.0"),
+    ],
+)
+def test_what_is_no_version_is_refused_when_te_is_loaded(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"PARITY_EMULATED_{variable}", value)
+    with pytest.raises(ValueError, match=message):
         extension.build(Version(te.version()))
 
 

@@ -89,6 +89,7 @@ NOT_CALLED: dict[str, str] = {
             "multi_tensor_compute_scale_inv_e8m0",
             "multi_tensor_swizzle_scales_for_gemm_",
             "multi_tensor_swizzle_scales_for_gemm_unchecked_",
+            "multi_tensor_transpose_to_bhsd",
             "mxfp8_scaling_compute_partial_amax",
             "mxfp8_scaling_partial_cast",
             "nvfp4_2d_multi_tensor_transpose",
