@@ -99,7 +99,7 @@ def convert(
         ignore,
         copy=False,  # tensors need not be copied before they are written
         backend=parse_backend(backend),
-        once=to == "reference",
+        saved=True,
     )
     folder = destination if in_folder else destination.parent
     is_new = not folder.exists() or not any(folder.iterdir())

@@ -181,7 +181,7 @@ def ignored(patterns: str | Sequence[str]) -> Ignored:
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TO_IGNORE = 'leave it out by a pattern, ignore=["..."] or --ignore'
-_OF_ANOTHER_SIZE = "if the checkpoint has another size than the pair, give it: size=dict(layers=32), --size layers=32"
+OF_ANOTHER_SIZE = "if the checkpoint has another size than the pair, give it: size=dict(layers=32), --size layers=32"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -359,7 +359,7 @@ def _sorted_in(
         else:
             yield Problem(
                 f'the checkpoint has "{key}" {tuple(tensor.shape)}, which is no parameter of the {source.kind}',
-                _OF_ANOTHER_SIZE if _mask_numbers(name) in numbered else f"if it is not needed, {_TO_IGNORE}",
+                OF_ANOTHER_SIZE if _mask_numbers(name) in numbered else f"if it is not needed, {_TO_IGNORE}",
             )
 
 
@@ -386,7 +386,7 @@ def _report_missing(old: Mapping[str, Tensor], source: Layout, found: _Found, be
     if prefix:
         advice = f'is {argument}="{prefix}" ({option} "{prefix}") meant?'
     elif missing and all(_mask_numbers(name) in numbered for name in missing):
-        advice = _OF_ANOTHER_SIZE
+        advice = OF_ANOTHER_SIZE
     else:
         advice = "was the checkpoint saved from the whole module?"
     for name in missing:
