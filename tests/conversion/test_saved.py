@@ -79,7 +79,7 @@ def test_a_checkpoint_in_the_model_s_own_names_gives_the_same(tmp_path):
     save_file(model.state_dict(), tmp_path / "joined.safetensors")
     for source in ("original", "joined.safetensors"):
         run("convert", pair, tmp_path / source, tmp_path / f"from_{source}.safetensors")
-    first, second = (load_file(file) for file in sorted(tmp_path.glob("from_*")))
+    first, second = (load_file(file) for file in sorted(tmp_path.glob("from_*.safetensors")))
     assert_same(first, second)
 
 

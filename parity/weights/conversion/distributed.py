@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity.shown import one_line
 from parity.user_error import UserError
-from parity.weights.conversion.plan import Plan, Step, is_extra_state
+from parity.weights.conversion.plan import Plan, is_extra_state
 from parity.weights.conversion.unread import UnreadTensor
 
 METADATA = ".metadata"
@@ -104,12 +104,17 @@ def write_distributed(folder: Path, plan: Plan) -> list[int]:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    def compute(step: Step, key: str) -> Tensor:
-        return step.compute()[key]
+    latest: dict[int, dict[str, Tensor]] = {}  # what the last step has made; PyTorch asks for it in this order
+
+    def compute(i: int, key: str) -> Tensor:
+        if i not in latest:
+            latest.clear()
+            latest[i] = plan.steps[i].compute()
+        return latest[i][key]
 
     tensors = {
-        made.key: UnreadTensor(partial(compute, step, made.key), made.shape, made.dtype)
-        for step in plan.steps
+        made.key: UnreadTensor(partial(compute, i, made.key), made.shape, made.dtype)
+        for i, step in enumerate(plan.steps)
         for made in step.made
     }
     try:

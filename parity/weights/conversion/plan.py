@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections import Counter
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from parity.case.map_check import Problem, lines, other_names
 from parity.case.transfer import parameter_shapes
-from parity.case.weight_map import Constant, Copies, Shape, Shift, Side, WeightMap, holds, names, pack, unpack
+from parity.case.weight_map import Constant, Copies, Shape, Shift, Side, WeightMap, describe, holds, names, pack, unpack
 from parity.te.state import dequantized_tensor
 from parity.user_error import UserError
 
@@ -237,6 +238,7 @@ class Plan:
             its step has been computed. On the way back, that is at least half the distance between neighbours of the
             largest number that TE held, unless the result's own largest number is no smaller.
         given: the old checkpoint's tensors, by the names that its module has for them.
+        map_checksum: the SHA-256 of the weight map, in hexadecimal digits.
     """
 
     order: tuple[str, ...] = ()
@@ -244,6 +246,7 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
     rounded: dict[str, float] = field(default_factory=dict)
     given: dict[str, Tensor] = field(default_factory=dict)
+    map_checksum: str = ""
 
 
 @dataclass(frozen=True)
@@ -317,6 +320,8 @@ def plan(
         made.steps.append(_Entry(left, right, tensors, target, new_prefixes, wanted, made).step())
     made.steps += _carry_over(old, target, found, new_prefixes, wanted.copy)
     made.order = tuple(map(new_prefixes.outside, target.order))
+    entries = "\n".join(f"{describe(left, 'parity.')}: {describe(right, 'parity.')}" for left, right in weights.items())
+    made.map_checksum = hashlib.sha256(entries.encode()).hexdigest()
     made.given = {name: old[key] for name, key in (found.keys | found.buffers).items()}
     return made
 
