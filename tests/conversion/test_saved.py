@@ -43,8 +43,8 @@ def write_port(kind: str, folder: Path) -> tuple[str, nn.Module]:
     case = registry.load_file(file)[0]
     model = case.factory(parity.te.kernels("cpu").te, **case.sizes[0]).reference.bfloat16()
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
+    for tensor in (*model.parameters(), *(x for name, x in model.named_buffers() if name in model.state_dict())):
+        nn.init.normal_(tensor)
     return f"{file}::{case.name}", model
 
 
@@ -58,6 +58,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ("kind", "saved"),
     [
         ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w1.weight"),
+        ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
         ("qwen3_moe", "model.layers.1.mlp.experts.3.up_proj.weight"),
         ("bert", "encoder.layer.0.output.LayerNorm.weight"),
         ("vit", "encoder.layer.1.attention.attention.query.weight"),
@@ -83,8 +84,9 @@ def test_a_checkpoint_in_the_model_s_own_names_gives_the_same(tmp_path):
     assert_same(first, second)
 
 
-def test_a_checkpoint_with_a_weight_for_each_expert_is_proven(tmp_path):
-    pair, model = write_port("mixtral", tmp_path)
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_a_checkpoint_with_a_weight_for_each_expert_is_proven(tmp_path, kind):
+    pair, model = write_port(kind, tmp_path)
     model.save_pretrained(tmp_path / "original")
     assert "blocks add no more error" in run("prove", tmp_path / "original", "--port", pair)
 

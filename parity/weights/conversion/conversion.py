@@ -84,10 +84,10 @@ def convert(
 
     Returns:
         Tensors by their keys, in the order of the module's own ``state_dict()``, contiguous, on the device on which
-        they were given. Persistent buffers that both sides have in the same name and shape are carried over. Buffers
-        that only the new side has are as the pair's function makes them. Those that only the old side has are left out
-        if they have the values that the pair's function gives them. What a user's own modules return from
-        ``get_extra_state`` is not converted.
+        they were given. Persistent buffers that both sides have in the same shape, under the same name or the same last
+        name in modules whose parameters the map puts together, are carried over. Buffers that only the new side has are
+        as the pair's function makes them. Those that only the old side has are left out if they have the values that
+        the pair's function gives them. What a user's own modules return from ``get_extra_state`` is not converted.
 
     Raises:
         ConversionError: a ``UserError``, if keys are missing or superfluous, or shapes or dtypes do not fit; if the

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.case.map_check import Problem, lines, other_names
-from parity.case.transfer import parameter_shapes
+from parity.case.transfer import counterparts, parameter_shapes
 from parity.case.weight_map import Constant, Copies, Shape, Shift, Side, WeightMap, describe, holds, names, pack, unpack
 from parity.te.state import dequantized_tensor
 from parity.user_error import UserError
@@ -275,8 +275,10 @@ class _Found:
         keys: the key of each parameter that was found, by the parameter's name.
         buffers: the same for buffers.
         again: further keys of tied parameters, with the one that was taken.
+        carried: which of the old module's buffers each of the new one's is.
     """
 
+    carried: Mapping[str, str]
     keys: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
     again: dict[str, str] = field(default_factory=dict)
@@ -305,7 +307,10 @@ def plan(
     Raises:
         ConversionError: with every key that is missing, superfluous, or does not fit.
     """
-    found, made = _Found(), Plan()
+    alike = counterparts(weights, target.buffers, source.buffers)
+    # One that is called otherwise may be another quantity of the same shape.
+    alike = {new: own for new, own in alike.items() if new.rpartition(".")[2] == own.rpartition(".")[2]}
+    found, made = _Found(alike), Plan()
     without_place = list(_sorted_in(old, source, target, old_prefixes, wanted.ignore, found, made))
     problems = [
         *_report_missing(old, source, found, old_prefixes),
@@ -349,7 +354,7 @@ def _sorted_in(
                 if before.inside(taken) == name:
                     yield Problem(f'the checkpoint has both "{taken}" and "{key}" for the {source.kind}\'s "{name}"')
                 found.again[key] = taken
-        elif name in source.buffers and name in target.buffers and tensor.shape == target.buffers[name].shape:
+        elif name in found.carried.values() and tensor.shape == source.buffers[name].shape:
             found.buffers[name] = key
         elif key in ignore:
             made.left_out[key] = "ignored"
@@ -359,7 +364,8 @@ def _sorted_in(
             yield Problem(
                 f'the checkpoint has the buffer "{key}" {tuple(tensor.shape)}, whose values are not those that '
                 f"the pair's function makes; the {target.kind} has no buffer of this name and shape to take them",
-                f"give both modules the buffer under one name, or {_TO_IGNORE}",
+                "give it one, under the same name or in the module whose parameters the map makes of those beside it, "
+                f"or {_TO_IGNORE}",
             )
         else:
             yield Problem(
@@ -592,7 +598,8 @@ def _carry_over(
     here, so that scales begin anew, as in a new module.
     """
     for name, own in target.buffers.items():
-        held = old[found.buffers[name]] if name in found.buffers else own
+        key = found.buffers.get(found.carried.get(name, ""))
+        held = own if key is None else old[key]
         yield _as_is(after.outside(name), held, copy)
     for name in target.states:
         assert name.endswith(EXTRA_STATE)
