@@ -198,11 +198,11 @@ def test_another_conversion_does_not_go_on_with_it(tmp_path):
     draft = begin(tmp_path / "te")
     before = content_of(draft)
     for plan, record, told in (
-        (plan_of(lambda i: None, map_checksum="another"), Record(), "another weight map"),
-        (plan_of(lambda i: None, 5), Record(), "or other tensors"),
-        (plan_of(lambda i: None), Record({"prefix": ["model."]}), r"prefix None, now \['model.'\]"),
+        (plan_of(lambda i: None, map_checksum="another"), Record(), "weight map"),
+        (plan_of(lambda i: None, 5), Record(), "tensors or files of the source"),
+        (plan_of(lambda i: None), Record({"prefix": ["model."]}), "prefix"),
     ):
-        with pytest.raises(UserError, match=f"unfinished conversion of another kind .*{told}.*delete it"):
+        with pytest.raises(UserError, match=f"unfinished conversion that differs in {told}; delete it"):
             checkpoint.write_shards(tmp_path / "te", plan, 16, record)
     assert content_of(draft) == before
 

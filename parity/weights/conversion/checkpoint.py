@@ -390,9 +390,9 @@ def _take_up(claim: files.Claim, plan: Plan, record: Record, layout: str) -> Non
     draft = claim.path.parent
     if content := claim.content():
         before = manifest.parse(content, claim.path)
-        if differences := list(manifest.differences(before, record.manifest(plan, layout, wait=False))):
+        if differences := before.differences(record.manifest(plan, layout, wait=False)):
             raise UserError(
-                f"{draft} is an unfinished conversion of another kind ({'; '.join(differences)}); delete it to begin "
+                f"{draft} is an unfinished conversion that differs in {', '.join(differences)}; delete it to begin "
                 "anew, or name another folder"
             )
         plan.rounded.update(before.rounded)

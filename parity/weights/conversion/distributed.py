@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity.shown import one_line
 from parity.user_error import UserError
-from parity.weights.conversion.plan import Plan, is_extra_state
+from parity.weights.conversion.plan import Plan, is_extra_state, remembering
 from parity.weights.conversion.unread import UnreadTensor
 
 METADATA = ".metadata"
@@ -104,16 +104,13 @@ def write_distributed(folder: Path, plan: Plan) -> list[int]:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    latest: dict[int, dict[str, Tensor]] = {}  # what the last step has made; PyTorch asks for it in this order
+    compute = remembering(plan.steps)  # PyTorch asks for them in this order
 
-    def compute(i: int, key: str) -> Tensor:
-        if i not in latest:
-            latest.clear()
-            latest[i] = plan.steps[i].compute()
-        return latest[i][key]
+    def read(i: int, key: str) -> Tensor:
+        return compute(i)[key]
 
     tensors = {
-        made.key: UnreadTensor(partial(compute, i, made.key), made.shape, made.dtype)
+        made.key: UnreadTensor(partial(read, i, made.key), made.shape, made.dtype)
         for i, step in enumerate(plan.steps)
         for made in step.made
     }

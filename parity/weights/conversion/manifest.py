@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -48,7 +48,7 @@ class Manifest:
         map: the checksum of the weight map.
         tensors: how many there are.
         steps: the checksum of all names, shapes, dtypes and files that the conversion makes, and of what it is made of.
-        source: the source's files, by name; without a checksum those that had not been read when it was written.
+        source: the source's files, by name; none in an unfinished one.
         files: the checkpoint's own files that are whole.
         rounded: how far the map's arithmetic may have moved each tensor.
     """
@@ -61,6 +61,14 @@ class Manifest:
     source: dict[str, FileMark]
     files: dict[str, FileMark]
     rounded: dict[str, float]
+
+    def differences(self, other: Manifest) -> list[str]:
+        """Return in what another conversion differs from this one, in a user's words."""
+        one, two = (
+            {**x.conversion, "te-parity": x.te_parity, "weight map": x.map, "tensors or files of the source": x.steps}
+            for x in (self, other)
+        )
+        return [name for name in {**one, **two} if one.get(name) != two.get(name)]
 
     def to_json(self) -> bytes:
         """Return it as text."""
@@ -82,12 +90,6 @@ def parse(text: bytes, path: Path) -> Manifest:
         raise UserError(f"{path} cannot be read: {error}; without it, files are taken as they are") from None
 
 
-def path_of(files: Sequence[Path]) -> Path | None:
-    """Return the manifest that has these files of one checkpoint, an index first; None if there is none."""
-    beside, inside = files[0].with_name(f"{files[0].name}.{NAME}"), files[0].with_name(NAME)
-    return next((path for path in (beside, inside) if path.is_file()), None)
-
-
 def check(files: Sequence[Path], found: Mapping[str, FileMark] | None = None) -> bool:
     """Check that files are those of their manifest, if they have one, and return whether it has checksums.
 
@@ -98,8 +100,9 @@ def check(files: Sequence[Path], found: Mapping[str, FileMark] | None = None) ->
     Raises:
         UserError: if a file is another one, or the manifest is damaged.
     """
-    path = path_of(files)
-    if path is None:
+    beside, inside = files[0].with_name(f"{files[0].name}.{NAME}"), files[0].with_name(NAME)
+    path = beside if beside.is_file() else inside
+    if not path.is_file():
         return False
     told = parse(data_files.bytes_of(path, ""), path).files
     for file in filter(os.path.isfile, files):  # what is missing is told when it is read
@@ -129,7 +132,7 @@ def check_content(files: Sequence[Path]) -> None:
         UserError: as ``check``.
     """
     if check(files):
-        check(files, {file.name: _mark_file(file, threading.Event()) for file in files})
+        check(files, {file.name: _mark_file(file) for file in files})
 
 
 @dataclass
@@ -152,20 +155,18 @@ class Record:
 
     def __enter__(self) -> Record:
         self._ended = threading.Event()
-        # A file that was written is not to wait for all of the source.
-        self._readers = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._source = {file.name: self._mark(file, 0) for file in self.sources}
+        self._readers = ThreadPoolExecutor(2)  # one for the source, one for what is written
+        self._source = self._readers.submit(self._mark_sources)
         self._files: dict[str, Future[FileMark]] = {}
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        for reader in self._readers:
-            reader.shutdown(cancel_futures=True)
+        self._readers.shutdown(cancel_futures=True)
 
     def add(self, file: Path) -> Future[FileMark]:
         """Note a file that has been written."""
-        self._files[file.name] = self._mark(file, 1)
+        self._files[file.name] = self._readers.submit(_mark_file, file, self.checksums, self._ended)
         return self._files[file.name]
 
     def check_sources(self) -> None:
@@ -175,7 +176,7 @@ class Record:
             UserError: as ``check``.
         """
         if self.sources:
-            check(self.sources, {name: future.result() for name, future in self._source.items()})
+            check(self.sources, self._source.result())
 
     def manifest(self, plan: Plan, layout: str = "", wait: bool = True) -> Manifest:
         """Return the manifest.
@@ -194,40 +195,22 @@ class Record:
             plan.map_checksum,
             len(made),
             hashlib.sha256(steps.encode()).hexdigest(),
-            {
-                file.name: self._source[file.name].result() if wait else FileMark(file.stat().st_size)
-                for file in self.sources
-            },
+            self._source.result() if wait else {},
             {name: future.result() for name, future in self._files.items() if wait or future.done()},
             dict(plan.rounded),
         )
 
-    def _mark(self, file: Path, reader: int) -> Future[FileMark]:
-        if self.checksums:
-            return self._readers[reader].submit(_mark_file, file, self._ended)
-        done: Future[FileMark] = Future()
-        done.set_result(FileMark(file.stat().st_size))
-        return done
+    def _mark_sources(self) -> dict[str, FileMark]:
+        return {file.name: _mark_file(file, self.checksums, self._ended) for file in self.sources}
 
 
-def _mark_file(file: Path, ended: threading.Event) -> FileMark:
-    """Read a file, unless the work ends before, and return its size and checksum."""
+def _mark_file(file: Path, checksums: bool = True, ended: threading.Event | None = None) -> FileMark:
+    """Return a file's size and, unless the work ends before, its checksum."""
+    if not checksums:
+        return FileMark(file.stat().st_size)
     digest, size = hashlib.sha256(), 0
     with open(file, "rb", buffering=0) as opened:
-        while not ended.is_set() and (part := opened.read(1 << 22)):
+        while not (ended and ended.is_set()) and (part := opened.read(1 << 22)):
             digest.update(part)
             size += len(part)
     return FileMark(size, digest.hexdigest())
-
-
-def differences(one: Manifest, other: Manifest) -> Iterable[str]:
-    """Yield in what two conversions differ, in a user's words."""
-    if one.te_parity != other.te_parity:
-        yield f"te-parity {one.te_parity}, now {other.te_parity}"
-    for name in {**one.conversion, **other.conversion}:
-        if one.conversion.get(name) != other.conversion.get(name):
-            yield f"{name} {one.conversion.get(name)!r}, now {other.conversion.get(name)!r}"
-    if one.map != other.map:
-        yield "another weight map"
-    if one.steps != other.steps:
-        yield "other files of the source, or other tensors"

@@ -226,6 +226,19 @@ class Step:
     compute: Callable[[], dict[str, Tensor]]
 
 
+def remembering(steps: Sequence[Step]) -> Callable[[int], dict[str, Tensor]]:
+    """Return a function that computes a step by its number, and remembers the last one, whose tensors it may give."""
+    latest: dict[int, dict[str, Tensor]] = {}
+
+    def compute(i: int) -> dict[str, Tensor]:
+        if i not in latest:
+            latest.clear()
+            latest[i] = steps[i].compute()
+        return latest[i]
+
+    return compute
+
+
 @dataclass
 class Plan:
     """A conversion whose names, shapes and dtypes were checked.

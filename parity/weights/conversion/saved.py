@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from parity.case.map_check import Problem, lines
 from parity.shown import few_of, one_line
-from parity.weights.conversion.plan import OF_ANOTHER_SIZE, ConversionError, Layout, Made, Plan, Prefixes, Step
+from parity.weights.conversion.plan import (
+    OF_ANOTHER_SIZE,
+    ConversionError,
+    Layout,
+    Made,
+    Plan,
+    Prefixes,
+    Step,
+    remembering,
+)
 from parity.weights.conversion.unread import UnreadTensor
 
 
@@ -143,11 +152,20 @@ def separate(plan: Plan, reference: nn.Module) -> Plan:
         return plan
     if any(group.problem for group in groups) or _shapes_of(again) != _shapes_of(held):
         return plan
+    place = {made.key: i for i, step in enumerate(plan.steps) for made in step.made}
+    compute = remembering(plan.steps)
+
+    def compute_group(group: _Group) -> dict[str, Tensor]:
+        return group.compute({key: compute(place[key])[key] for _, key in group.members})
+
+    def make_step(group: _Group) -> Step:
+        made = tuple(Made(key, tuple(one.shape), one.dtype) for key, one in group.made.items())
+        return Step(made, partial(compute_group, group))
+
     of_key = {key: group for group in groups for _, key in group.members}
-    order = tuple(key for old in plan.order if old in of_key for key in of_key[old].made)
-    return replace(
-        plan, order=tuple(dict.fromkeys(order)), steps=[_make_step(*some) for some in _connect(plan.steps, of_key)]
-    )
+    order = dict.fromkeys(key for old in plan.order if old in of_key for key in of_key[old].made)
+    groups.sort(key=lambda group: min(place[key] for _, key in group.members))  # so that each step is computed once
+    return replace(plan, order=tuple(order), steps=[make_step(group) for group in groups])
 
 
 def _find_rules(module: nn.Module) -> tuple[_Rules, _Rules] | None:
@@ -234,28 +252,3 @@ def _compute_one(group: _Group, old: Mapping[str, Tensor], key: str) -> Tensor:
 
 def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
     return {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-
-
-def _connect(steps: list[Step], of_key: Mapping[str, _Group]) -> list[tuple[list[Step], list[_Group]]]:
-    """Return the steps that must be taken together, since what they make becomes one tensor, with their groups."""
-    found: dict[int, tuple[list[Step], list[_Group]]] = {}
-    place: dict[int, int] = {}  # of each group, by its identity
-    for i, step in enumerate(steps):
-        groups = list({id(group): group for group in (of_key[made.key] for made in step.made)}.values())
-        earlier = {place[id(group)] for group in groups if id(group) in place}
-        found[i] = [step], groups
-        for j in sorted(earlier):
-            some, others = found.pop(j)
-            found[i] = some + found[i][0], others + [one for one in found[i][1] if one not in others]
-        place.update({id(group): i for group in found[i][1]})
-    return list(found.values())
-
-
-def _make_step(steps: list[Step], groups: list[_Group]) -> Step:
-    def compute() -> dict[str, Tensor]:
-        given = {key: tensor for step in steps for key, tensor in step.compute().items()}
-        return {key: tensor for group in groups for key, tensor in group.compute(given).items()}
-
-    return Step(
-        tuple(Made(key, tuple(one.shape), one.dtype) for group in groups for key, one in group.made.items()), compute
-    )
