@@ -300,6 +300,9 @@ def convert(
     form: Annotated[
         str, typer.Option("--format", help="safetensors, or dcp for a new folder of torch.distributed.checkpoint.")
     ] = "safetensors",
+    checksums: Annotated[
+        bool, typer.Option("--checksums/--no-checksums", help="Compute SHA-256 of all files, and check SRC by its own.")
+    ] = True,
     backend: BackendName = "auto",
 ) -> None:
     """Convert a checkpoint to TE's layout by a pair's weight map, or back; nothing is written unless all of it fits."""
@@ -309,7 +312,9 @@ def convert(
         conversion.convert(
             *(target, source, destination, to, dtype, size),
             *(prefix or (), te_prefix or (), ignore or ()),
-            *(within, shard_size, form, backend),
+            *(within, shard_size, form),
+            checksums,
+            backend,
         )
     )
 

@@ -22,6 +22,7 @@ from parity.shown import few_of
 from parity.user_error import UserError
 from parity.weights.conversion import checkpoint
 from parity.weights.conversion.conversion import Direction, planned_conversion
+from parity.weights.conversion.manifest import Record
 from parity.weights.conversion.plan import Plan
 
 FORMATS = ("safetensors", "dcp")
@@ -41,6 +42,7 @@ def convert(
     within: str,
     shard_size: str,
     form: str,
+    checksums: bool,
     backend: str,
 ) -> str:
     """Convert one checkpoint, and return the text to print about it.
@@ -56,6 +58,7 @@ def convert(
         within: the entry that holds the model, see ``checkpoint.read``; empty for all of the source.
         shard_size: the largest size of a file, such as ``5GB``; empty for a single file.
         form: ``safetensors``, or ``dcp`` for a folder of ``torch.distributed.checkpoint``.
+        checksums: whether the manifest has checksums, and the source is checked by those that its own has.
         backend: ``auto``, ``gpu`` or ``cpu``.
 
     Raises:
@@ -99,22 +102,26 @@ def convert(
         ignore,
         copy=False,  # tensors need not be copied before they are written
         backend=parse_backend(backend),
-        once=to == "reference",
+        saved=True,
     )
+    told = dict(pair=target, to=to, dtype=dtype, size=size, prefix=[*prefix], te_prefix=[*te_prefix], ignore=[*ignore])
+    record = Record({**told, "within": within, "source": str(source)}, sources[1:], checksums)
     folder = destination if in_folder else destination.parent
     is_new = not folder.exists() or not any(folder.iterdir())
     with files.ending_by_signals(), checkpoint.told_if_unwritten(folder):
         if form == "dcp":
-            where, written = str(destination), checkpoint.write_folder(destination, plan)
-        elif largest is None:
-            where, written = str(destination), [checkpoint.write(destination, plan)]
-        else:
-            written = checkpoint.write_shards(destination, plan, largest)
+            where, written = str(destination), checkpoint.write_folder(destination, plan, record, beside)
+        elif largest is not None:
+            written = checkpoint.write_shards(destination, plan, largest, record, beside)
             where = f"{destination}: {plural(len(written), 'file')} and their index"
-        for file in beside if is_new else ():
-            shutil.copyfile(file, folder / file.name)
+        else:
+            where, written = str(destination), [checkpoint.write(destination, plan, record)]
+            for file in beside if is_new else ():
+                shutil.copyfile(file, folder / file.name)
     copied = "copied" if is_new else f"not copied, as {folder.absolute()} is not a new folder"
-    return _describe_conversion(where, plan, sum(written), copied, beside)
+    lines = _describe_conversion(where, plan, sum(written), copied, beside)
+    continued = [f"continued: {plural(len(record.continued), 'file')} had been written"] if record.continued else []
+    return "\n".join([*lines, *continued])
 
 
 _SHARD = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
@@ -137,7 +144,7 @@ def _parse_shard_size(text: str) -> int | None:
     return size
 
 
-def _describe_conversion(where: str, plan: Plan, written: int, copied: str, beside: Sequence[Path]) -> str:
+def _describe_conversion(where: str, plan: Plan, written: int, copied: str, beside: Sequence[Path]) -> list[str]:
     """Return sentences about what was written, left out and lost, and the files beside the source."""
     made = [one for step in plan.steps for one in step.made]
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in made)
@@ -154,7 +161,7 @@ def _describe_conversion(where: str, plan: Plan, written: int, copied: str, besi
         )
     if beside:
         lines.append(f"{copied}: {', '.join(file.name for file in beside)}")
-    return "\n".join(lines)
+    return lines
 
 
 def parse_size(case: Case, text: str) -> Size | None:

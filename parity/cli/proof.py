@@ -25,7 +25,7 @@ from parity.report.numbers import plural, short
 from parity.report.record import Item
 from parity.te import PRECISIONS, why_refused
 from parity.user_error import UserError
-from parity.weights.conversion import checkpoint
+from parity.weights.conversion import checkpoint, manifest
 from parity.weights.conversion.conversion import Direction, planned_conversion
 
 _HEADERS = ("", "block", "inherited", "expected", "added", "expected", "margin")
@@ -74,6 +74,7 @@ def prove_checkpoint(
 
     def read(path: Path, to: Direction, within: str = "") -> Mapping[str, Tensor]:
         old = checkpoint.read(path, within)
+        manifest.check_content(checkpoint.files_of(path))
         named = prefix, te_prefix, ignore
         return planned_conversion(case, old, to, chosen, None, *named, copy=False, backend=parse_backend(backend)).given
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,42 +27,19 @@ def replace(path: Path, content: str | bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write to, which replaces the existing one when the context ends.
 
-    If anything is raised within the context, the existing file stays, and no temporary file is left.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    with _draft_of(path, 0o666) as draft, os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
-        yield file
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which appears under this path when the context ends. It may replace an empty folder.
-
-    If anything is raised within the context, no new folder appears, and no temporary one is left.
-    """
-    with _draft_of(path, 0o777) as draft:
-        draft.mkdir(0o700)
-        yield draft
-
-
-@contextmanager
-def _draft_of(path: Path, mode: int) -> Iterator[Path]:
-    """Yield an unused path, whose file or folder replaces the other one when the context ends, or else is removed.
-
-    Args:
-        path: what is replaced, with its permissions; if it is a link, the link stays.
-        mode: the permissions of a new one, before the umask.
+    Permissions stay; of a link, what it leads to is replaced. If anything is raised within the context, the existing
+    file stays, and no temporary file is left.
     """
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     # The name is known before anything has it, so that a signal in between leaves nothing behind.
     draft = target.with_name(f".{target.name[:100]}-{secrets.token_hex(4)}")
     try:
-        yield draft
-        os.chmod(draft, target.stat().st_mode & 0o777 if target.exists() else mode & ~_read_umask())
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            yield file
+        os.chmod(draft, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_read_umask())
         os.replace(draft, target)
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
         with suppress(OSError):
             os.unlink(draft)
         raise

@@ -108,7 +108,7 @@ class Experts:
         score: how the router scores experts: ``softmax``, ``sigmoid``, or ``softmax_of_chosen``.
         renormalised: whether the weights of the chosen ones are made to add up to 1.
         groups: for a choice among the best groups only: how many groups, and how many are kept.
-        correction: whether a buffer is added to scores when experts are chosen.
+        correction: the router's buffer that is added to scores when experts are chosen; empty if there is none.
         factor: what the weights are multiplied with; empty for 1.
         bias: whether router and experts have biases.
         transposed: whether experts hold their weights ``[in, out]``.
@@ -128,7 +128,7 @@ class Experts:
     score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
     renormalised: bool = True
     groups: tuple[Expression, Expression] | None = None
-    correction: bool = False
+    correction: str = ""
     factor: Expression = ""
     bias: bool = False
     transposed: bool = False

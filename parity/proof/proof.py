@@ -152,7 +152,10 @@ class _Passes:
         self.pair, self.precision, self.kernels, self._inputs = pair, precision, kernels, inputs
         self._original, self._converted = original, converted
         self._shapes = transfer.parameter_shapes(pair.candidate)
-        for module, given in ((pair.reference, original), (pair.candidate, converted or original)):
+        buffers = [dict(module.named_buffers()) for module in (pair.candidate, pair.reference)]
+        alike = transfer.counterparts(pair.weights, *buffers)
+        mapped = {name: original[other] for name, other in alike.items() if other in original}
+        for module, given in ((pair.reference, original), (pair.candidate, converted or mapped)):
             _fill_buffers(module, given, kernels.device)
         moved(pair.candidate, dtype=precision.dtype)
         self.reference = Blocks(pair.reference, lambda wanted: original, kernels.device)

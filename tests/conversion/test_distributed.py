@@ -65,7 +65,7 @@ def test_there_and_back_restores_every_bit(pair, tmp_path):
     source, te, back = save(training, tmp_path / "source"), tmp_path / "te", tmp_path / "back"
     ended = convert(pair, source, te, "--within", "model", "--format", "dcp")
     assert ended.exit_code == 0, ended.exception
-    assert sorted(path.suffix or path.name for path in te.iterdir()) == [".distcp", ".metadata"]
+    assert sorted(path.suffix or path.name for path in te.iterdir()) == [".distcp", ".json", ".metadata"]
     ended = convert(pair, te, back, "--to", "reference", "--format", "dcp")
     assert ended.exit_code == 0, ended.exception
     found = {name: torch.empty_like(x) for name, x in given.items()}
@@ -109,8 +109,12 @@ def test_each_step_is_computed_once_while_it_is_written(tmp_path):
     def step(key: str) -> Step:
         return Step((Made(key, (2,), torch.float32),), lambda: computed.append(key) or {key: torch.ones(2)})
 
-    checkpoint.write_folder(tmp_path / "out", Plan(("a", "b"), [step("a"), step("b")]))
-    assert sorted(computed) == ["a", "b"]
+    both = Step(
+        (Made("c", (2,), torch.float32), Made("d", (2,), torch.float32)),
+        lambda: computed.append("c and d") or {"c": torch.ones(2), "d": torch.ones(2)},
+    )
+    checkpoint.write_folder(tmp_path / "out", Plan(("a", "b", "c", "d"), [step("a"), step("b"), both]))
+    assert sorted(computed) == ["a", "b", "c and d"]
 
 
 def test_nothing_is_left_if_a_step_raises(tmp_path):

@@ -13,12 +13,8 @@ def adapt(form: Form, config: Config) -> None:
     form.positions.width = "config.qk_rope_head_dim"
     form.positions.interleaved = config.rope_interleave
     form.experts.score = "sigmoid"
-    form.experts.correction = True
+    form.experts.correction = "e_score_correction_bias"
     form.experts.float = True
     form.experts.groups = ("config.n_group", "config.topk_group")
     form.experts.factor = "config.routed_scaling_factor"
     form.experts.tiny = "1e-20"
-    form.gaps.append(
-        "the bias that corrects the router's choice is a buffer of transformers, which no weight map holds: copy "
-        "mlp.gate.e_score_correction_bias of a checkpoint to mlp.correction yourself"
-    )

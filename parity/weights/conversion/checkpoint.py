@@ -6,9 +6,11 @@ import importlib
 import json
 import os
 import pickle
+import shutil
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +23,9 @@ from parity.machine import files
 from parity.progress import Following, followed
 from parity.shown import one_line
 from parity.user_error import UserError
+from parity.weights.conversion import manifest
 from parity.weights.conversion.distributed import DATA, METADATA, read_distributed, write_distributed
+from parity.weights.conversion.manifest import FileMark, Record
 from parity.weights.conversion.plan import Made, Plan, Step, is_extra_state
 
 # Read a file, or the files that an index names. Tensors are memory-mapped, so that only those that are used are read.
@@ -31,7 +35,7 @@ INDEX = ".index.json"
 SAFETENSORS = ".safetensors"
 _IN_SHARDS = "model.safetensors.index.json"  # the name that Hugging Face gives the index
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_WEIGHTS = (INDEX, SAFETENSORS, *_TORCH, ".gguf", ".h5", ".msgpack", ".onnx", METADATA, DATA)
+_WEIGHTS = (INDEX, SAFETENSORS, *_TORCH, ".gguf", ".h5", ".msgpack", ".onnx", METADATA, DATA, manifest.NAME)
 _IN_FOLDER = (_IN_SHARDS, "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
@@ -45,8 +49,10 @@ def read(path: Path, within: str = "") -> dict[str, Tensor]:
             as ``model``; dots join nested ones.
 
     Raises:
-        UserError: if there is no such file, it is damaged, or it holds anything but tensors.
+        UserError: if there is no such file, it is damaged, its manifest says that it is another one, or it holds
+            anything but tensors.
     """
+    manifest.check(files_of(path))
     if (path / METADATA).is_file():
         return read_distributed(path, within)
     path = _find_file(path)
@@ -253,71 +259,149 @@ _NAMES = {
 }
 
 
-def write(path: Path, plan: Plan) -> int:
+def write(path: Path, plan: Plan, record: Record | None = None) -> int:
     """Write what a conversion makes as one file of safetensors, completely or not at all, and show the progress.
 
     Args:
         path: the file, which is replaced if it is there.
         plan: the conversion, whose steps are computed one after the other.
+        record: of what it is, for the manifest beside the file.
 
     Returns:
         How many bytes the file has.
 
     Raises:
-        UserError: if the file cannot be written, a tensor's dtype has no name in the format, or a step raises it.
+        UserError: if the file cannot be written, a tensor's dtype has no name in the format, a step raises it, or the
+            source is not as its own manifest says.
     """
-    return _write_file(path, followed(plan.steps, "converting"), plan.steps)
+    beside = path.with_name(f"{path.name}.{manifest.NAME}")
+    with told_if_unwritten(path), record or Record() as record:
+        with files.replacing(path) as file:
+            size = _write_tensors(file, followed(plan.steps, "converting"), plan.steps)
+            record.check_sources()
+            beside.unlink(missing_ok=True)  # so that a file whose manifest is not yet written has none
+        record.add(path)
+        files.replace(beside, record.manifest(plan).to_json())
+    return size
 
 
-def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
+def write_shards(
+    folder: Path, plan: Plan, largest: int, record: Record | None = None, beside: Sequence[Path] = ()
+) -> list[int]:
     """Write what a conversion makes as files of safetensors in a folder, with an index, as Hugging Face does.
 
-    The folder appears only when all of it is written.
+    The folder appears only when all of it is written. If the process ends before, what it has written stays beside it,
+    and the next call with the same arguments goes on from there.
 
     Args:
         folder: where to write; it must not exist, or be empty.
         plan: the conversion, whose steps are computed one after the other.
         largest: how many bytes of tensors a file may have. Tensors of one step are in one file, even if they are
             larger.
+        record: of what it is, for the manifest in the folder.
+        beside: files that are copied to it.
 
     Returns:
         How many bytes each file of tensors has.
 
     Raises:
-        UserError: as ``write``; if the folder is not empty.
+        UserError: as ``write``; if the folder is not empty, or what is beside it is of another conversion.
     """
     shards = _divide_into_shards(plan, largest)
     names = [f"model-{i:05}-of-{len(shards):05}{SAFETENSORS}" for i in range(1, len(shards) + 1)]
     keys = {made.key: name for name, steps in zip(names, shards, strict=True) for step in steps for made in step.made}
     size = sum(made.bytes for step in plan.steps for made in step.made)
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
+    index = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}, indent=2) + "\n"
+    record = record or Record()
     with (
-        _new_folder(folder) as draft,
+        _unfinished_folder(folder, plan, record, index, beside) as claim,
         Following("converting", len(plan.steps)) as following,
     ):
-        written = [
-            _write_file(draft / name, _follow_steps(steps, following), steps)
-            for name, steps in zip(names, shards, strict=True)
-        ]
-        (draft / _IN_SHARDS).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        draft = claim.path.parent
+        read: Future[FileMark] | None = None
+        for name, steps in zip(names, shards, strict=True):
+            if name in record.continued:
+                for _ in _follow_steps(steps, following):
+                    pass
+                continue
+            with files.replacing(draft / name) as file:
+                _write_tensors(file, _follow_steps(steps, following), steps)
+            if read is not None:  # the checksum of the file before
+                read.result()
+            read = record.add(draft / name)
+            claim.replace(record.manifest(plan, index, wait=False).to_json())
+        files.replace(draft / _IN_SHARDS, index)
+        record.add(draft / _IN_SHARDS)
+    return [(folder / name).stat().st_size for name in names]
+
+
+def write_folder(folder: Path, plan: Plan, record: Record | None = None, beside: Sequence[Path] = ()) -> list[int]:
+    """Write what a conversion makes as a folder of ``torch.distributed.checkpoint``, which appears when all is written.
+
+    The arguments, what is returned and what is raised are as for ``write_shards``, but each call begins anew.
+    """
+    record = record or Record()
+    with _unfinished_folder(folder, plan, record, "", beside) as claim:
+        draft = claim.path.parent
+        written = write_distributed(draft, plan)
+        for file in sorted(draft.iterdir()):
+            if file.name != manifest.NAME:
+                record.add(file)
     return written
 
 
-def write_folder(folder: Path, plan: Plan) -> list[int]:
-    """Write what a conversion makes as a folder of ``torch.distributed.checkpoint``, which appears when all is written.
-
-    The arguments, what is returned and what is raised are as for ``write_shards``.
-    """
-    with _new_folder(folder) as draft:
-        return write_distributed(draft, plan)
-
-
 @contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
+def _unfinished_folder(
+    folder: Path, plan: Plan, record: Record, layout: str, beside: Sequence[Path]
+) -> Iterator[files.Claim]:
+    """Yield the claimed manifest of ``FOLDER.partial``, which becomes the folder when the context ends.
+
+    The manifest has the files that are whole. They stay if the process is killed or something cannot be written.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already and is not an empty folder; name another one")
-    with told_if_unwritten(folder), files.new_folder(folder) as draft:
-        yield draft
+    target = Path(os.path.realpath(folder))
+    draft = target.with_name(f"{target.name}.partial")
+    if draft.exists() and not (draft / manifest.NAME).is_file() and (not draft.is_dir() or any(draft.iterdir())):
+        raise UserError(f"{draft} is in the way and is no unfinished conversion; move it, or name another folder")
+    with told_if_unwritten(folder), record, files.claimed(draft / manifest.NAME) as claim:
+        _take_up(claim, plan, record, layout)
+        try:
+            yield claim
+            record.check_sources()
+            for file in beside:
+                shutil.copyfile(file, draft / file.name)
+            claim.replace(record.manifest(plan, layout).to_json())
+            if target.exists():
+                shutil.copymode(target, draft)
+            os.replace(draft, target)
+        except Exception as error:
+            if not isinstance(error, OSError):  # which another call may not meet
+                shutil.rmtree(draft)
+            raise
+
+
+def _take_up(claim: files.Claim, plan: Plan, record: Record, layout: str) -> None:
+    """Find which files of an unfinished conversion are whole, and remove the others.
+
+    Raises:
+        UserError: if it is another conversion.
+    """
+    draft = claim.path.parent
+    if content := claim.content():
+        before = manifest.parse(content, claim.path)
+        if differences := before.differences(record.manifest(plan, layout, wait=False)):
+            raise UserError(
+                f"{draft} is an unfinished conversion that differs in {', '.join(differences)}; delete it to begin "
+                "anew, or name another folder"
+            )
+        plan.rounded.update(before.rounded)
+        there = {name: record.add(draft / name) for name in before.files if layout and (draft / name).is_file()}
+        record.continued = {name for name, mark in there.items() if mark.result() == before.files[name]}
+    for file in draft.iterdir():
+        if file.name not in (*record.continued, manifest.NAME):
+            file.unlink()
+    claim.replace(record.manifest(plan, layout, wait=False).to_json())
 
 
 def _divide_into_shards(plan: Plan, largest: int) -> list[list[Step]]:
@@ -341,16 +425,15 @@ def _follow_steps(steps: list[Step], following: Following) -> Iterator[Step]:
         following.step()
 
 
-def _write_file(path: Path, steps: Iterable[Step], planned: list[Step]) -> int:
-    """Write one file and return its size in bytes; ``steps`` yields the planned steps and shows the progress."""
+def _write_tensors(file: BinaryIO, steps: Iterable[Step], planned: list[Step]) -> int:
+    """Write a file's content and return its size in bytes; ``steps`` yields the planned steps and shows progress."""
     header, places, size = _make_header([one for step in planned for one in step.made])
-    with told_if_unwritten(path), files.replacing(path) as file:
-        file.write(len(header).to_bytes(8, "little"))
-        file.write(header)
-        for step in steps:
-            for key, tensor in step.compute().items():
-                _write_tensor(file, len(header) + 8 + places[key], tensor)
-        file.truncate(len(header) + 8 + size)
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
+    for step in steps:
+        for key, tensor in step.compute().items():
+            _write_tensor(file, len(header) + 8 + places[key], tensor)
+    file.truncate(len(header) + 8 + size)
     return len(header) + 8 + size
 
 

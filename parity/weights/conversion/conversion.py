@@ -32,6 +32,7 @@ from parity.weights.conversion.plan import (
     plan,
     prefixes,
 )
+from parity.weights.conversion.saved import join, separate
 
 Direction = Literal["te", "reference"]
 
@@ -63,7 +64,8 @@ def convert(
         pair: a function decorated with ``@parity.pair``, or a ``parity.Pair``.
         state_dict: the state dict of the reference (``to="te"``) or of the TE module (``to="reference"``), by name; in
             FP64, FP32, BF16 or FP16, on any device, in the shapes that the modules have at ``size``. TE's quantized
-            tensors are read as the numbers that they stand for.
+            tensors are read as the numbers that they stand for. If the reference is a model of transformers, its
+            checkpoint may also have the names, and a weight for each expert, with which transformers saves it.
         to: which of the two modules the result is for.
         size: arguments of the pair's function with which its modules have the checkpoint's shapes; it need not be among
             the pair's sizes, and arguments that it leaves out are as in the first of these. None for the first of the
@@ -82,10 +84,10 @@ def convert(
 
     Returns:
         Tensors by their keys, in the order of the module's own ``state_dict()``, contiguous, on the device on which
-        they were given. Persistent buffers that both sides have in the same name and shape are carried over. Buffers
-        that only the new side has are as the pair's function makes them. Those that only the old side has are left out
-        if they have the values that the pair's function gives them. What a user's own modules return from
-        ``get_extra_state`` is not converted.
+        they were given. Persistent buffers that both sides have in the same shape, under the same name or the same last
+        name in modules whose parameters the map puts together, are carried over. Buffers that only the new side has are
+        as the pair's function makes them. Those that only the old side has are left out if they have the values that
+        the pair's function gives them. What a user's own modules return from ``get_extra_state`` is not converted.
 
     Raises:
         ConversionError: a ``UserError``, if keys are missing or superfluous, or shapes or dtypes do not fit; if the
@@ -114,11 +116,12 @@ def planned_conversion(
     ignore: str | Sequence[str],
     copy: bool,
     backend: Backend | Literal["auto"],
-    once: bool = False,
+    saved: bool = False,
 ) -> Plan:
     """Plan what ``convert`` does, with its arguments; no value of ``state_dict`` is read.
 
-    With ``once``, tied parameters are made only under their first names, as files of safetensors have them.
+    With ``saved``, the reference's tensors are made as Hugging Face's files have them: tied parameters only under their
+    first names, and what transformers joins as it loads, such as experts, apart.
 
     Raises:
         UserError: as ``convert``, except for problems that only values show.
@@ -133,13 +136,16 @@ def planned_conversion(
     misfits: list[str] = []
     for sides in _build_sides(pair, size, backend):
         source, target = sides.layouts(to)
-        if once:
+        is_saved = saved and to == "reference"
+        if is_saved:
             target = dataclasses.replace(target, order=tuple(x for x in target.order if x not in target.tied))
         try:
             if to == "te":
-                return plan(sides.weights, state_dict, source, target, both[0], both[1], wanted)
+                held = join(state_dict, sides.pair.reference, source, both[0])
+                return plan(sides.weights, held, source, target, both[0], both[1], wanted)
             inverse = {right: left for left, right in sides.weights.items()}  # each is there once, as the map fits
-            return plan(inverse, state_dict, source, target, both[1], both[0], wanted)
+            planned = plan(inverse, state_dict, source, target, both[1], both[0], wanted)
+            return separate(planned, sides.pair.reference) if is_saved else planned
         except ConversionError as error:
             misfits.append(f"{sides.where}:\n{_indent_lines(str(error))}")
     # Report the size with the fewest problems, which is likely to be the one that was meant.

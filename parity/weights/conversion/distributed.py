@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,35 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from parity.shown import one_line
 from parity.user_error import UserError
-from parity.weights.conversion.plan import Plan, Step, is_extra_state
+from parity.weights.conversion.plan import Plan, is_extra_state, remembering
+from parity.weights.conversion.unread import UnreadTensor
 
 METADATA = ".metadata"
 DATA = ".distcp"
 _NAMED = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _NAMED_TOO = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-
-
-class _Unread(Tensor):
-    """A tensor whose shape and dtype are known, and whose numbers are read whenever something computes with it."""
-
-    @staticmethod
-    def __new__(cls, read: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> _Unread:
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-
-    def __init__(self, read: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._read = read
-
-    def is_pinned(self, *_: Any) -> bool:  # asked before anything is read
-        return False
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map_only(_Unread, lambda x: x._read(), (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -102,7 +83,7 @@ def read_distributed(folder: Path, within: str = "") -> dict[str, Tensor]:
             continue
         if isinstance(one, TensorStorageMetadata):
             about = tuple(one.size), one.properties.dtype
-            found[key.removeprefix(prefix)] = _Unread(partial(load, key, *about), *about)
+            found[key.removeprefix(prefix)] = UnreadTensor(partial(load, key, *about), *about)
         elif not is_extra_state(key):
             raise UserError(f"{folder} holds more than tensors, such as {key!r}; name the model's entry with --within")
     if not found:
@@ -123,12 +104,14 @@ def write_distributed(folder: Path, plan: Plan) -> list[int]:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    def compute(step: Step, key: str) -> Tensor:
-        return step.compute()[key]
+    compute = remembering(plan.steps)  # PyTorch asks for them in this order
+
+    def read(i: int, key: str) -> Tensor:
+        return compute(i)[key]
 
     tensors = {
-        made.key: _Unread(partial(compute, step, made.key), made.shape, made.dtype)
-        for step in plan.steps
+        made.key: UnreadTensor(partial(read, i, made.key), made.shape, made.dtype)
+        for i, step in enumerate(plan.steps)
         for made in step.made
     }
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections import Counter
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from parity.case.map_check import Problem, lines, other_names
-from parity.case.transfer import parameter_shapes
-from parity.case.weight_map import Constant, Copies, Shape, Shift, Side, WeightMap, holds, names, pack, unpack
+from parity.case.transfer import counterparts, parameter_shapes
+from parity.case.weight_map import Constant, Copies, Shape, Shift, Side, WeightMap, describe, holds, names, pack, unpack
 from parity.te.state import dequantized_tensor
 from parity.user_error import UserError
 
@@ -181,7 +182,7 @@ def ignored(patterns: str | Sequence[str]) -> Ignored:
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TO_IGNORE = 'leave it out by a pattern, ignore=["..."] or --ignore'
-_OF_ANOTHER_SIZE = "if the checkpoint has another size than the pair, give it: size=dict(layers=32), --size layers=32"
+OF_ANOTHER_SIZE = "if the checkpoint has another size than the pair, give it: size=dict(layers=32), --size layers=32"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -225,6 +226,19 @@ class Step:
     compute: Callable[[], dict[str, Tensor]]
 
 
+def remembering(steps: Sequence[Step]) -> Callable[[int], dict[str, Tensor]]:
+    """Return a function that computes a step by its number, and remembers the last one, whose tensors it may give."""
+    latest: dict[int, dict[str, Tensor]] = {}
+
+    def compute(i: int) -> dict[str, Tensor]:
+        if i not in latest:
+            latest.clear()
+            latest[i] = steps[i].compute()
+        return latest[i]
+
+    return compute
+
+
 @dataclass
 class Plan:
     """A conversion whose names, shapes and dtypes were checked.
@@ -237,6 +251,7 @@ class Plan:
             its step has been computed. On the way back, that is at least half the distance between neighbours of the
             largest number that TE held, unless the result's own largest number is no smaller.
         given: the old checkpoint's tensors, by the names that its module has for them.
+        map_checksum: the SHA-256 of the weight map, in hexadecimal digits.
     """
 
     order: tuple[str, ...] = ()
@@ -244,6 +259,7 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
     rounded: dict[str, float] = field(default_factory=dict)
     given: dict[str, Tensor] = field(default_factory=dict)
+    map_checksum: str = ""
 
 
 @dataclass(frozen=True)
@@ -272,8 +288,10 @@ class _Found:
         keys: the key of each parameter that was found, by the parameter's name.
         buffers: the same for buffers.
         again: further keys of tied parameters, with the one that was taken.
+        carried: which of the old module's buffers each of the new one's is.
     """
 
+    carried: Mapping[str, str]
     keys: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
     again: dict[str, str] = field(default_factory=dict)
@@ -302,7 +320,10 @@ def plan(
     Raises:
         ConversionError: with every key that is missing, superfluous, or does not fit.
     """
-    found, made = _Found(), Plan()
+    alike = counterparts(weights, target.buffers, source.buffers)
+    # One that is called otherwise may be another quantity of the same shape.
+    alike = {new: own for new, own in alike.items() if new.rpartition(".")[2] == own.rpartition(".")[2]}
+    found, made = _Found(alike), Plan()
     without_place = list(_sorted_in(old, source, target, old_prefixes, wanted.ignore, found, made))
     problems = [
         *_report_missing(old, source, found, old_prefixes),
@@ -317,6 +338,8 @@ def plan(
         made.steps.append(_Entry(left, right, tensors, target, new_prefixes, wanted, made).step())
     made.steps += _carry_over(old, target, found, new_prefixes, wanted.copy)
     made.order = tuple(map(new_prefixes.outside, target.order))
+    entries = "\n".join(f"{describe(left, 'parity.')}: {describe(right, 'parity.')}" for left, right in weights.items())
+    made.map_checksum = hashlib.sha256(entries.encode()).hexdigest()
     made.given = {name: old[key] for name, key in (found.keys | found.buffers).items()}
     return made
 
@@ -344,7 +367,7 @@ def _sorted_in(
                 if before.inside(taken) == name:
                     yield Problem(f'the checkpoint has both "{taken}" and "{key}" for the {source.kind}\'s "{name}"')
                 found.again[key] = taken
-        elif name in source.buffers and name in target.buffers and tensor.shape == target.buffers[name].shape:
+        elif name in found.carried.values() and tensor.shape == source.buffers[name].shape:
             found.buffers[name] = key
         elif key in ignore:
             made.left_out[key] = "ignored"
@@ -354,12 +377,13 @@ def _sorted_in(
             yield Problem(
                 f'the checkpoint has the buffer "{key}" {tuple(tensor.shape)}, whose values are not those that '
                 f"the pair's function makes; the {target.kind} has no buffer of this name and shape to take them",
-                f"give both modules the buffer under one name, or {_TO_IGNORE}",
+                "give it one, under the same name or in the module whose parameters the map makes of those beside it, "
+                f"or {_TO_IGNORE}",
             )
         else:
             yield Problem(
                 f'the checkpoint has "{key}" {tuple(tensor.shape)}, which is no parameter of the {source.kind}',
-                _OF_ANOTHER_SIZE if _mask_numbers(name) in numbered else f"if it is not needed, {_TO_IGNORE}",
+                OF_ANOTHER_SIZE if _mask_numbers(name) in numbered else f"if it is not needed, {_TO_IGNORE}",
             )
 
 
@@ -386,7 +410,7 @@ def _report_missing(old: Mapping[str, Tensor], source: Layout, found: _Found, be
     if prefix:
         advice = f'is {argument}="{prefix}" ({option} "{prefix}") meant?'
     elif missing and all(_mask_numbers(name) in numbered for name in missing):
-        advice = _OF_ANOTHER_SIZE
+        advice = OF_ANOTHER_SIZE
     else:
         advice = "was the checkpoint saved from the whole module?"
     for name in missing:
@@ -587,7 +611,8 @@ def _carry_over(
     here, so that scales begin anew, as in a new module.
     """
     for name, own in target.buffers.items():
-        held = old[found.buffers[name]] if name in found.buffers else own
+        key = found.buffers.get(found.carried.get(name, ""))
+        held = own if key is None else old[key]
         yield _as_is(after.outside(name), held, copy)
     for name in target.states:
         assert name.endswith(EXTRA_STATE)
