@@ -7,6 +7,7 @@ whole tensor comes from its largest magnitude, or from an amax that a kernel too
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
@@ -60,7 +61,6 @@ class Quantized:
             same. E2M1 always has E4M3 scales for its blocks, and an FP32 scale for the tensor (arXiv 2509.25149,
             section 2).
         least_amax: a smaller amax counts as this one.
-        headroom: what a tensor's amax is multiplied by, as that of an earlier pass may be larger.
         stochastic: whether E2M1 rounds up or down at random, without bias (ibid., section 4.3).
         rotated: whether each 16 elements along the summed dimension are first rotated by a Hadamard matrix, which
             cancels in a product of two such matrices (ibid., section 4.2).
@@ -75,7 +75,6 @@ class Quantized:
     across: int = 1
     power_of_two: bool = False
     least_amax: float = 0.0
-    headroom: float = 1.0
     stochastic: bool = False
     rotated: bool = False
     row_scaled: bool = False
@@ -118,8 +117,8 @@ class Quantized:
 
     def _cast_to_fp8(self, x: Tensor, amax: Tensor) -> Tensor:
         dtype = torch.float8_e4m3fn if self.numbers == "E4M3" else torch.float8_e5m2
-        if self.least_amax or self.headroom != 1.0:
-            amax = (amax * self.headroom).clamp(min=self.least_amax)
+        if self.least_amax:
+            amax = amax.clamp(min=self.least_amax)
         scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
         if not self.power_of_two:
             return nearest_fp8(x * scale, dtype).div_(scale)
@@ -178,6 +177,28 @@ class Requantized:
     def rotated(self) -> bool:
         """Whether the second format rotates it."""
         return getattr(self.then, "rotated", False)
+
+
+@dataclass(frozen=True)
+class Recast:
+    """What is read of a result that one kernel casts by a scale, and the next one by another.
+
+    With delayed scaling each keeps a history of its own. If the scales differ by a little, all numbers are rounded the
+    same way the second time, and the result leans by up to half of their distance.
+
+    Attributes:
+        to_format: the format of both, with a scale a tensor.
+        gain: what the result is multiplied by if it leans.
+    """
+
+    to_format: Quantized
+    gain: float = 1.0
+
+    def __call__(self, x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+        """Return ``x`` rounded twice, in FP32."""
+        amax = largest(x) if amax is None else amax
+        once = self.to_format(x, dim, amax * math.sqrt(2.0))  # one grid's numbers lie between those of the other
+        return self.to_format(once.clamp(-amax, amax), dim, amax).mul_(self.gain)
 
 
 def is_alike_both_ways(to_format: Format | None) -> bool:

@@ -86,6 +86,8 @@ class Storing:
         self._roundoff = torch.finfo(rounding.storage).eps / 2
         self._noise: torch.Generator | None = None
         self._stored = stored
+        # By address: results that attention has cast, and the amaxes that their scales come from.
+        self.amaxes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def store(self, x: Tensor, part: Part = "storage") -> Tensor:
         """Return ``x`` as ``Rounding.store_part`` does, with the freedom's noise except on weights."""
@@ -105,17 +107,26 @@ class Storing:
         """Return ``x`` as ``store`` does, or unchanged if it is stored already."""
         return x if self.is_stored(x) else self.store(x, part)
 
-    def in_attention(self, x: Tensor, part: AttentionPart) -> Tensor:
-        """Return one of attention's tensors as its GEMMs read it, or as it is stored."""
+    def in_attention(self, x: Tensor, part: AttentionPart, amax: Tensor | None = None) -> Tensor:
+        """Return one of attention's tensors as its GEMMs read it, or as it is stored; its own amax is the default."""
         to_format = getattr(self.rounding.attention, part) if "attention" in self.rounding.parts else None
         if part in ("context", "qkv_gradients"):  # results, which a GEMM has in FP32
-            return self.store(x if to_format is None else self._cast(x, to_format))
+            stored = self.store(x if to_format is None else self._cast(x, to_format))
+            if to_format is not None:
+                self.amaxes[address(stored)] = stored, largest(x) * to_format.gain
+            return stored
         if part not in ("probabilities", "score_gradients") or to_format is None:
             x = self.operand(x, "attention")
-        return x if to_format is None else self._cast(x, to_format)
+        return x if to_format is None else self._cast(x, to_format, amax)
 
-    def _cast(self, x: Tensor, to_format: Format) -> Tensor:
-        return self.dithered_operand(x, to_format, -1, None) if self.freedom.dithers else to_format(x)
+    def cast_in_place(self, x: Tensor, part: AttentionPart) -> None:
+        """Cast a result of attention's in its own memory."""
+        cast = self.in_attention(x, part)
+        _, amax = self.amaxes.pop(address(cast))
+        self.amaxes[address(x)] = x.copy_(cast), amax
+
+    def _cast(self, x: Tensor, to_format: Format, amax: Tensor | None = None) -> Tensor:
+        return self.dithered_operand(x, to_format, -1, amax) if self.freedom.dithers else to_format(x, amax=amax)
 
     def is_stored(self, x: Tensor) -> bool:
         """Return whether storing a tensor would not change it."""
@@ -512,6 +523,8 @@ class LinearOperands:
     def _find_amax(self, x: Tensor) -> Tensor | None:
         """Return the amax that a tensor's scale comes from, or None for that of the stored values."""
         rounding, freedom = self._storing.rounding, self._storing.freedom
+        if address(x) in self._storing.amaxes:
+            return self._storing.amaxes[address(x)][1]
         group = self._scaled_together.get(address(x))
         if group is not None:
             return torch.stack([largest(rounding.store_part(weight.detach(), "weights")) for weight in group]).max()

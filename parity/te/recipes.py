@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from parity.numerics.formats import AttentionFormats, Format, Operands, Quantized, Requantized, Rounding
+from parity.numerics.formats import AttentionFormats, Format, Operands, Quantized, Recast, Requantized, Rounding
 from parity.user_error import UserError
 
 # From the finest format to the coarsest: whoever has a coarse operand has its error.
-_APART = math.sqrt(2.0)  # where the numbers of one grid lie between those of another
 _FAMILIES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 
@@ -70,8 +68,7 @@ def _derive_attention(recipe: Any) -> AttentionFormats:
     qkv, probabilities, context_gradients, score_gradients = formats
     context, qkv_gradients = None, None
     if type(inputs[0]).__name__ == "Float8Quantizer":
-        # The next GEMM casts results once more, by a scale from another history. So the grids of the two may differ.
-        context, qkv_gradients = (dataclasses.replace(one, headroom=_APART) for one in (qkv, context_gradients))
+        context, qkv_gradients = Recast(qkv), Recast(context_gradients)
     return AttentionFormats(qkv, probabilities, context, context_gradients, score_gradients, qkv_gradients)
 
 
