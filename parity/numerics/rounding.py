@@ -167,8 +167,8 @@ class Attention:
             self._note_qkv((right,) if is_context else (left, right), self._amax if is_context else None)
             if is_context:
                 _, softmax = self._probabilities[address(left)]
-                return self._store_probabilities(left, softmax), self._read_tensor(right)
-        return self._read_tensor(left), self._read_tensor(right)
+                return self._store_probabilities(left, softmax), self._read_tensor(right, -2)
+        return self._read_tensor(left, -1), self._read_tensor(right, -2)
 
     def _note_qkv(self, tensors: tuple[Tensor, ...], before: Tensor | None) -> None:
         """Note queries and keys, or values, which TE casts to FP8 by one scale: ``combine_and_quantize``.
@@ -180,9 +180,9 @@ class Attention:
             self._amax = torch.stack(amaxes).max()
         self._qkv.update((address(x), (x, self._amax)) for x in tensors)
 
-    def _read_tensor(self, x: Tensor) -> Tensor:
+    def _read_tensor(self, x: Tensor, dim: int) -> Tensor:
         part = self._classify(address(x))
-        return self._storing.in_attention(x, part, self._qkv[address(x)][1] if part == "qkv" else None)
+        return self._storing.in_attention(x, part, dim, self._qkv[address(x)][1] if part == "qkv" else None)
 
     def cast_gradients(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
         """Cast the gradients of queries, keys and values that a call reads to FP8; return what it computes of them.

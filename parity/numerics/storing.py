@@ -107,8 +107,15 @@ class Storing:
         """Return ``x`` as ``store`` does, or unchanged if it is stored already."""
         return x if self.is_stored(x) else self.store(x, part)
 
-    def in_attention(self, x: Tensor, part: AttentionPart, amax: Tensor | None = None) -> Tensor:
-        """Return one of attention's tensors as its GEMMs read it, or as it is stored; its own amax is the default."""
+    def in_attention(self, x: Tensor, part: AttentionPart, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+        """Return one of attention's tensors as its GEMMs read it, or as it is stored.
+
+        Args:
+            x: ``[..., rows, columns]``.
+            part: which of attention's tensors it is.
+            dim: the dimension that a GEMM sums over, -1 or -2.
+            amax: what a scale of the whole tensor comes from; None for the tensor's own.
+        """
         to_format = getattr(self.rounding.attention, part) if "attention" in self.rounding.parts else None
         if part in ("context", "qkv_gradients"):  # results, which a GEMM has in FP32
             stored = self.store(x if to_format is None else self._cast(x, to_format))
@@ -117,7 +124,12 @@ class Storing:
             return stored
         if part not in ("probabilities", "score_gradients") or to_format is None:
             x = self.operand(x, "attention")
-        return x if to_format is None else self._cast(x, to_format, amax)
+        if to_format is None:
+            return x
+        if getattr(to_format, "along", 0):  # blocks are those of a matrix
+            rows = x.transpose(-1, dim).flatten(0, -2)
+            return self._cast(rows, to_format).view(x.transpose(-1, dim).shape).transpose(-1, dim)
+        return self._cast(x, to_format, amax)
 
     def cast_in_place(self, x: Tensor, part: AttentionPart) -> None:
         """Cast a result of attention's in its own memory."""

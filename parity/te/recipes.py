@@ -47,25 +47,28 @@ def derive_rounding(recipe: Any, dtype: torch.dtype, module_type: str = "linear"
 
 
 def _derive_attention(recipe: Any) -> AttentionFormats:
-    """Return the formats of attention in FP8 with a scale a tensor, which cuDNN's fused kernels compute.
+    """Return the formats of attention in FP8, which cuDNN's fused kernels compute.
 
-    With delayed scaling they cast their results as well; with current scaling these stay in the dtype. Source:
+    With MXFP8, no step inside the kernel is cast. With a scale a tensor, probabilities and gradients of scores are, and
+    with delayed scaling also the results. Source:
     _fused_attn_forward_impl and _fused_attn_backward_impl of pytorch/attention/dot_product_attention/backends.py, and
     common/fused_attn/fused_attn_fp8.cu.
 
     Raises:
-        UserError: for formats whose scales are not a tensor's.
+        UserError: for other formats.
     """
     inputs = _ask_for_quantizers(recipe, "forward", "dpa", "", ("qkv", "s"))
     gradients = _ask_for_quantizers(recipe, "backward", "dpa", "", ("do", "dp"))
     read = [_read_formats(one, torch.bfloat16)[0] for one in (*inputs, *gradients)]
-    formats = [one for one in read if isinstance(one, Quantized) and not one.along]
-    if len(formats) < len(read):
+    formats = [one for one in read if isinstance(one, Quantized) and one.numbers != "E2M1" and one.along in (0, 32)]
+    if len(formats) < len(read) or len({one.along for one in formats}) > 1:
         raise UserError(
-            f"{type(recipe).__name__} with attention in FP8: parity has a rounding model of attention with a scale a "
-            "tensor alone, as delayed and current scaling have it; leave fp8_dpa and fp8_mha out to compare the rest"
+            f"{type(recipe).__name__} with attention in FP8: parity has rounding models of attention with a scale a "
+            "tensor and of MXFP8; leave fp8_dpa and fp8_mha out to compare the rest"
         )
     qkv, probabilities, context_gradients, score_gradients = formats
+    if qkv.along:
+        return AttentionFormats(qkv=qkv, context_gradients=context_gradients)
     context, qkv_gradients = None, None
     if type(inputs[0]).__name__ == "Float8Quantizer":
         context, qkv_gradients = Recast(qkv), Recast(context_gradients)
