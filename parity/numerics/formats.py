@@ -8,6 +8,7 @@ whole tensor comes from its largest magnitude, or from an amax that a kernel too
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
@@ -304,6 +305,9 @@ class Operands:
     gradients: Format | None
 
 
+Role = tuple[str, str]
+"""Of a TE module, as its quantizers' roles say it: its type, ``linear`` or ``grouped_linear``, and its name."""
+
 AttentionPart = Literal["qkv", "probabilities", "context", "context_gradients", "score_gradients", "qkv_gradients"]
 
 
@@ -339,6 +343,7 @@ class Rounding:
         gradients: format of the gradients with respect to its outputs; None for ``storage``.
         columnwise: the formats of operands that are read along their columns; None if these are the same.
         attention: the formats of attention's tensors.
+        by_role: returns the rounding of a linear layer in a module; None if it is this one in all of them.
         parts: which roundings are applied. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
             operands. ``attention`` stands for those of the operands of attention's batched GEMMs and of its scores, and
             ``storage`` for other stored results: of linear layers, of attention, of sums, and of the module.
@@ -350,6 +355,7 @@ class Rounding:
     gradients: Format | None = None
     columnwise: Operands | None = None
     attention: AttentionFormats = AttentionFormats()
+    by_role: Callable[[Role], Rounding] | None = None
     parts: frozenset[Part] = PARTS
 
     @property

@@ -40,7 +40,7 @@ from parity.numerics.aten import (
     addresses,
 )
 from parity.numerics.blocked_attention import Arithmetic, as_it_is
-from parity.numerics.formats import AttentionPart, Rounding, largest
+from parity.numerics.formats import AttentionPart, Role, Rounding, largest
 from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, KinkSides, jumps
 from parity.numerics.golden import in_blocks_and_one_by_one
 from parity.numerics.kernel_choices import (
@@ -321,6 +321,7 @@ def rounded(
     freedom: Freedom = FUSED_POINTWISE,
     scaled_together: Iterable[Sequence[Tensor]] = (),
     plain: Iterable[Tensor] = (),
+    roles: Iterable[tuple[Tensor, Role]] = (),
     kinks: KinkSides | None = None,
     weights_read: OperandsRead | None = None,
     choices: Choices | None = None,
@@ -336,6 +337,7 @@ def rounded(
         scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection, which then
             share the scale of a whole tensor.
         plain: weights whose linear layers are not TE's modules, so that their GEMMs read all operands as stored.
+        roles: weights and the roles of TE's modules that hold them.
         kinks: records the values that decide gradients at kinks, and moves them; None for neither.
         weights_read: the operands that other passes with the same rounding read of the same weights; those of this pass
             are added.
@@ -347,7 +349,8 @@ def rounded(
         The phase, which must be told when the backward pass begins.
     """
     storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored())
-    mode = _RoundingMode(storing, weights, scaled_together, plain, kinks, weights_read or OperandsRead(), choices, past)
+    read = weights_read or OperandsRead()
+    mode = _RoundingMode(storing, weights, scaled_together, plain, roles, kinks, read, choices, past)
     with (
         sdpa_kernel(SDPBackend.MATH),
         mode.steps.watched(),
@@ -368,6 +371,7 @@ class _RoundingMode(TorchDispatchMode):
         weights: Iterable[Tensor] | None,
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
+        roles: Iterable[tuple[Tensor, Role]],
         kinks: KinkSides | None,
         weights_read: OperandsRead,
         choices: Choices | None,
@@ -383,7 +387,7 @@ class _RoundingMode(TorchDispatchMode):
         self._attention = Attention(storing, self.phase)
         outside_te = list(plain)
         self._linear = LinearOperands(
-            storing, self.phase, self._norms, held, scaled_together, outside_te, weights_read, past
+            storing, self.phase, self._norms, held, scaled_together, outside_te, roles, weights_read, past
         )
         self._lineage = None if weights is None else Lineage(held)
         self._plain_lineage = Lineage(outside_te)

@@ -6,33 +6,48 @@ quantizers are TE's is a precision. Sources: ``pytorch/quantization.py`` and ``p
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from parity.numerics.formats import AttentionFormats, Format, Operands, Quantized, Recast, Requantized, Rounding
+from parity.numerics.formats import AttentionFormats, Format, Operands, Quantized, Recast, Requantized, Role, Rounding
 from parity.user_error import UserError
 
 # From the finest format to the coarsest: whoever has a coarse operand has its error.
 _FAMILIES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 
-def derive_rounding(recipe: Any, dtype: torch.dtype, module_type: str = "linear", name: str = "") -> Rounding:
-    """Return what a faithful kernel rounds in a module under a recipe.
+def derive_rounding(recipe: Any, dtype: torch.dtype) -> Rounding:
+    """Return what a faithful kernel rounds under a recipe.
 
     Args:
         recipe: an object of a class of ``transformer_engine.common.recipe``.
         dtype: the dtype of what is not quantized.
-        module_type, name: the module's, as its ``QuantizerRole`` says them.
 
     Raises:
         UserError: if a quantizer is not one of TE's.
     """
-    inputs, weights, _ = _ask_for_quantizers(recipe, "forward", module_type, name)
-    gradients, _ = _ask_for_quantizers(recipe, "backward", module_type, name)
+    derived = _derive_in_module(recipe, dtype, ("linear", ""))
+    if hasattr(recipe, "qfactory"):  # which may tell modules apart
+        derived = replace(derived, by_role=functools.cache(partial(_derive_in_module, recipe, dtype)))
+    return derived
+
+
+def _derive_in_module(recipe: Any, dtype: torch.dtype, role: Role) -> Rounding:
+    """Return what a faithful kernel rounds in a module of this role.
+
+    Raises:
+        UserError: if a quantizer is not one of TE's.
+    """
+    inputs, weights, _ = _ask_for_quantizers(recipe, "forward", *role)
+    gradients, _ = _ask_for_quantizers(recipe, "backward", *role)
     (x, x_columns), (w, w_columns), (g, g_columns) = (_read_formats(q, dtype) for q in (inputs, weights, gradients))
     # Source: _linear_forward_impl and _linear_backward of pytorch/module/linear.py.
     override = getattr(recipe, "backward_override", None)  # TE 2.17 and newer
@@ -75,6 +90,40 @@ def _derive_attention(recipe: Any) -> AttentionFormats:
     return AttentionFormats(qkv, probabilities, context, context_gradients, score_gradients, qkv_gradients)
 
 
+_ROLES = tuple((kind, name) for kind in ("linear", "grouped_linear") for name in ("", "qkv", "proj", "fc1", "fc2"))
+
+
+def round_alike(one: Rounding, other: Rounding) -> bool:
+    """Return whether two recipes round alike, as far as modules of the usual names tell."""
+    if replace(one, by_role=None) != replace(other, by_role=None):
+        return False
+    if one.by_role is None or other.by_role is None:
+        return one.by_role is other.by_role
+    return all(one.by_role(role) == other.by_role(role) for role in _ROLES)
+
+
+def list_roles(module: nn.Module) -> dict[str, Role]:
+    """Return the roles under which a module of TE's asks for quantizers of its own weights, by their names.
+
+    TE's versions before 2.17 know no roles. A module with several GEMMs names each role after its weight.
+    """
+    ask = getattr(module, "get_quantizer_roles", None)
+    weights = [name for name, one in module.named_parameters(recurse=False) if one.dim() > 1]
+    if ask is None or not weights:
+        return {}
+    is_operation = "mode" in inspect.signature(ask).parameters
+    roles = (ask("forward") if is_operation else ask(fwd=True, num_quantizers=_SLOTS)) or []
+    found = [role for role in roles if role is not None and role.tensor_type == "weight"]
+    if not found:
+        return {}
+    chosen = {}
+    for name in weights:
+        prefix = name.partition("_")[0]
+        own = [role for role in found if role.name.rpartition(".")[2] == prefix] or found
+        chosen[name] = own[0].module_type, own[0].name
+    return chosen
+
+
 def has_delayed_scales(recipe: Any) -> bool:
     """Return whether a recipe scales by what earlier passes saw, so that it needs some before the first comparison."""
     quantizers = _ask_for_quantizers(recipe, "forward", "linear", "")[:2]
@@ -109,6 +158,7 @@ def _split_format(to_format: Format | None) -> Iterator[Quantized]:
         yield from _split_format(to_format.then)
 
 
+_SLOTS = 6  # of two GEMMs, the most that a module of TE's has: input, weight and output of each
 _TENSORS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
 
 
@@ -154,7 +204,7 @@ def _read_formats(quantizer: Any, dtype: torch.dtype) -> tuple[Format | None, Fo
     if read is not None:
         both = read(quantizer)
         rotates = getattr(quantizer, "with_rht", False)  # only what the weight's gradient reads
-        return both, dataclasses.replace(both, rotated=True) if rotates else both
+        return both, replace(both, rotated=True) if rotates else both
     if kind.__name__ == "IdentityQuantizer":
         return None, None
     if kind.__name__ == "HybridQuantizer":
