@@ -606,6 +606,8 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     prepared, candidate, models = comparison.prepared, comparison.candidate, comparison.models
     precision, log_probs = comparison.request.precision, comparison.log_probs
     yield from comparison.remarks
+    if not comparison.request.calibration.has_laws(precision.name):
+        yield f"judged by the limits of {precision.families[-1]}, since {precision.name} has none of its own"
     yield from prepared.apart
     not_compared = prepared.golden.not_compared
     compared = tensors, candidate.tensors, prepared.reference, not_compared
