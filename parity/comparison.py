@@ -195,7 +195,7 @@ def judge_at(
     request = Request(*at, calibration, attention, determinism, other_kernels, candidate_run, on_progress)
 
     def end_with_error(error: BaseException) -> Comparison:
-        return Comparison(request).ended(_unexpected_error(request, error))
+        return Comparison(request).ended(error_result(request, error))
 
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
         comparison = catching(lambda: _judge_in_parts(request), end_with_error)
@@ -716,16 +716,10 @@ def catching(run: Callable[[], _Returned], otherwise: Callable[[BaseException], 
 
 
 def error_result(request: Request, error: BaseException) -> Result:
-    """Return an error for a comparison over ranks or a training in which something raised, such as a step."""
+    """Return an error for what was raised where no step expects it, such as in a step of a training."""
     if isinstance(error, UserError):
         return request.result("error", reason=said(error))
-    return _unexpected_error(request, error)
-
-
-def _unexpected_error(request: Request, error: BaseException) -> Result:
-    """Return an error for what was raised where no step expects it, such as in the candidate's later calls."""
-    is_users = bool(users_line(error))
-    whose = "the pair's code" if is_users else "parity itself, because of a bug or an unusual tensor,"
+    whose = "the pair's code" if users_line(error) else "parity itself, because of a bug or an unusual tensor,"
     return _error_result(request, f"{whose} raised {_say_where_raised(error)}", error)
 
 
