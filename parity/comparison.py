@@ -285,23 +285,23 @@ def observe_stages(request: Request, prepared: Prepared) -> Stages:
 
 def _judge_in_parts(request: Request) -> Comparison:
     """Judge each part of the outputs by itself, and the whole as well if a part cannot be compared."""
-    cases = _list_parts(request)
+    cases = list_parts(request)
     if len(cases) == 1:
-        return _judge_outputs(replace(request, case=cases[0]))
+        return judge_outputs(replace(request, case=cases[0]))
     parts: list[Comparison] = []
     for case in cases:
         fails = any(one.result.status == "failed" for one in parts)  # stays noted while the others are compared
         on_progress = ignore_progress if fails else request.on_progress
-        parts.append(_judge_outputs(replace(request, case=case, on_progress=on_progress)))
+        parts.append(judge_outputs(replace(request, case=case, on_progress=on_progress)))
     whole = None
     if any(one.result.status == "error" for one in parts):
-        parts = [_judge_outputs(request), *(one for one in parts if one.result.status != "error")]
+        parts = [judge_outputs(request), *(one for one in parts if one.result.status != "error")]
     elif parts[-1].result.status == "failed":
         whole = replace(request, on_progress=ignore_progress)
     return Comparison(request, parts=tuple(parts), whole=whole).ended(merged([one.result for one in parts]))
 
 
-def _list_parts(request: Request) -> list[Case]:
+def list_parts(request: Request) -> list[Case]:
     """Return the case once for each part of its outputs that is compared by itself."""
     case, checked, kernels = request.case, request.checked, request.kernels
     if request.candidate_run is not None:  # that pass is of all outputs together
@@ -327,7 +327,7 @@ def _explain_in_parts(comparison: Comparison, seconds: float) -> Result:
     """
     if comparison.needs_cause:
         return _explain_failure(comparison, seconds)
-    whole = None if comparison.whole is None else _judge_outputs(comparison.whole)
+    whole = None if comparison.whole is None else judge_outputs(comparison.whole)
     if whole is not None and whole.needs_cause:
         explained = _explain_failure(whole, seconds)
         if is_explained(explained):
@@ -338,7 +338,7 @@ def _explain_in_parts(comparison: Comparison, seconds: float) -> Result:
 # One part: run every pass, judge every tensor, decide.
 
 
-def _judge_outputs(request: Request) -> Comparison:
+def judge_outputs(request: Request) -> Comparison:
     """Compare the outputs of one part, or all of them."""
     comparison = Comparison(request)
     unavailable = why_refused(request.precision, request.kernels)

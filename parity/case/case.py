@@ -205,6 +205,7 @@ class Case:
         probe: whether the outputs are compared on probing inputs, too, see ``parity.passes.draws``; False if
             floating-point inputs may not take any value, such as probabilities.
         attention: the attention backends that TE must use, each in an item of its own; empty lets TE choose.
+        accepts: titles of the mistakes that a comparison may pass, see ``parity.coverage``.
         path: the file that declares the case.
         line: the line of the declaration, from 1.
         steps: how many steps the pair is trained for, besides the single pass; 0 for none.
@@ -227,6 +228,7 @@ class Case:
     vary_constants: bool = True
     probe: bool = True
     attention: tuple[AttentionBackend, ...] = ()
+    accepts: tuple[str, ...] = ()
     path: Path = Path()
     line: int = 0
     steps: int = 0

@@ -188,6 +188,7 @@ def pair(
     vary_constants: bool = True,
     probe: bool = True,
     attention: Iterable[str] = (),
+    accepts: Iterable[str] = (),
     steps: int = 0,
     switches: Iterable[Switch] = (),
     ranks: Iterable[Mapping[str, int]] | Mapping[str, int] = (),
@@ -204,6 +205,8 @@ def pair(
             shows.
         probe: whether the outputs are compared on probing inputs as well.
         attention: ``flash``, ``fused``, ``unfused``: attention backends that TE must use, each in an item of its own.
+        accepts: titles of findings, such as ``softcap``: known mistakes that this pair need not show under
+            ``parity coverage --strict``.
         steps: how many steps the pair is trained for, in an item of its own besides that of a single pass.
         switches: ``resume``, ``resume-dcp``, ``resume-safetensors``, ``rollback``, ``recompute``, ``micro-batches``,
             ``graph``, ``compile``, ``offload``: further ways to make these steps, each in an item of its own.
@@ -237,6 +240,7 @@ def pair(
                 vary_constants=checked_switch("vary_constants", vary_constants),
                 probe=checked_switch("probe", probe),
                 attention=checked_attention(attention),
+                accepts=_require_names("accepts", accepts),
                 steps=checked_steps(steps),
                 switches=checked_switches(_require_names("switches", switches), steps),
                 ranks=checked_ranks(ranks),

@@ -159,6 +159,31 @@ def trace(
 
 @add_command(
     app,
+    "parity coverage my_pairs.py::gemma",
+    "parity coverage my_pairs.py::gemma -p fp8_current --size layers=1,hidden=256 --strict",
+)
+def coverage(
+    target: Annotated[
+        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
+    ],
+    precision: Annotated[str, typer.Option("-p", "--precision", help="The precision to run in.")] = "bf16",
+    size: Annotated[str, typer.Option(help="Arguments of the pair: layers=3; or a size's number.")] = "0",
+    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    backend: BackendName = "auto",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 if one passes that the pair does not accept by its title.")
+    ] = False,
+) -> None:
+    """Show which known mistakes a comparison of a pair would have passed, since nothing in it makes them matter."""
+    from parity.cli import missed
+    from parity.plugin.options import parse_precision
+
+    accepted = missed.print_missed(target, size, seed, parse_precision(precision), backend)
+    raise typer.Exit(1 if strict and not accepted else 0)
+
+
+@add_command(
+    app,
     "parity judge dump --reference my_pairs.py::llama",
     "parity judge dump --reference my_pairs.py::llama --size 1 --step 100 -p fp8_current",
 )

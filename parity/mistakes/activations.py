@@ -245,6 +245,7 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
             ),
             subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units}
             and limit in (math.inf, *USUAL.gate_limits),
+            adds=own == [math.inf] and math.isfinite(limit),
         )
 
     for activation in by_sigmoid:

@@ -231,7 +231,8 @@ def _softcap(right: float, cap: float) -> Mistake[Attention]:
     if math.isinf(right):
         due = "leave the scores uncapped as the reference does, softcap=0.0 in TE"
     name, wrong = ("missing", "caps none") if math.isinf(cap) else (f"{cap:.4g}", f"has {cap:.4g}")
-    return Mistake("softcap", f"softcap {name}", f"{due}; the port {wrong}", with_attributes(softcap=cap))
+    capped = with_attributes(softcap=cap)
+    return Mistake("softcap", f"softcap {name}", f"{due}; the port {wrong}", capped, adds=math.isinf(right))
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
@@ -401,7 +402,8 @@ def _cap_instead(right: float, cap: float) -> Mistake[Cap]:
     name, wrong = "cap missing", "none are capped"
     if math.isfinite(cap):
         name, wrong = f"cap {cap:.4g}", f"they are capped at {cap:.4g}"
-    return Mistake("softcap", name, f"{due}, as the reference does; {wrong}", lambda one: one.edits(cap))
+    told = f"{due}, as the reference does; {wrong}"
+    return Mistake("softcap", name, told, lambda one: one.edits(cap), adds=math.isinf(right))
 
 
 # Mistakes in attention to the joined keys of several streams: a stream does not see all of them.

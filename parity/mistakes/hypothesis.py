@@ -49,6 +49,7 @@ class Hypothesis:
             place has the same ``family``.
         family: name and repair without the place; empty if the mistake is not about a single place.
         code: the lines of the user's code that the repair changes, if they are known.
+        adds: whether the port bounds what the reference leaves unbounded, which no run shows whose values are small.
     """
 
     title: str
@@ -65,6 +66,7 @@ class Hypothesis:
     place: str = ""
     family: tuple[str, str] = ("", "")
     code: Code = NO_CODE
+    adds: bool = False
 
 
 def within(context: Callable[[nn.Module], AbstractContextManager[object]]) -> Around:
@@ -192,7 +194,7 @@ class Mistake(Generic[_Changed]):
     Attributes:
         title, name, repair, subtle: as in ``Hypothesis``.
         edits: returns the edits that make the mistake at one place; empty if they would change nothing there.
-        value, tuned, code: as in ``Hypothesis``.
+        value, tuned, code, adds: as in ``Hypothesis``.
     """
 
     title: str
@@ -203,6 +205,7 @@ class Mistake(Generic[_Changed]):
     value: float | None = None
     tuned: Callable[[float], Mistake[_Changed]] | None = None
     code: Code = NO_CODE
+    adds: bool = False
 
 
 Row = tuple[str, Callable[[_Changed], Sequence[Edit]]]
@@ -302,6 +305,7 @@ def _made(
         place=place,
         family=(mistake.name, mistake.repair) if place else ("", ""),
         code=mistake.code,
+        adds=mistake.adds,
     )
 
 

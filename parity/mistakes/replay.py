@@ -58,7 +58,7 @@ def outputs_with(
         inputs = tree_map_only(Tensor, lambda x: x[rows], inputs)
     try:
         with torch.no_grad(), in_fp64() if dtype is torch.float64 else attention_in_blocks():
-            return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
+            return outputs_of(prepared.reference, call_with(prepared, hypotheses), inputs)
     except Exception:  # the user's code may raise anything if it gets values that it does not expect
         return None
 
@@ -77,7 +77,7 @@ def differentiable_outputs(
     prepared.clock.advance(1.0)
     try:
         with torch.enable_grad(), in_fp64():
-            return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
+            return outputs_of(prepared.reference, call_with(prepared, hypotheses), inputs)
     except Exception:  # as above
         return None
 
@@ -368,7 +368,7 @@ def tensors_with(
         with model as phase:
             ran = run(
                 prepared.reference,
-                _call_under(prepared, hypotheses),
+                call_with(prepared, hypotheses),
                 cast(prepared.inputs, dtype),
                 prepared.input_names,
                 backward,
@@ -411,7 +411,7 @@ def _share(inputs: Any, rows: slice | None) -> float:
     return 1.0 if rows is None or not batches else len(range(*rows.indices(batches[0]))) / max(batches[0], 1)
 
 
-def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleCall:
+def call_with(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleCall:
     """Return a function that calls the reference with the mistakes of the hypotheses."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
