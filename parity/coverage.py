@@ -1,8 +1,8 @@
 """Which mistakes would a comparison have passed? A pass says nothing about these.
 
 A port with exactly one known mistake is modelled by the reference with that mistake, computed as the precision's
-kernels round. It is judged as a candidate is. If it passes, this comparison could not have shown the mistake: with these
-weights, inputs and sizes a cap may never bind, or a window may be longer than the sequence.
+kernels round. It is judged as a candidate is. If it passes, this comparison could not have shown the mistake: with
+these weights, inputs and sizes a cap may never bind, or a window may be longer than the sequence.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 
-from parity.case.case import Case, mixed
+from parity.case.case import mixed
 from parity.comparison import catching, judge_outputs, list_parts
 from parity.judge.request import CandidateRun, Request, run_again
 from parity.judge.second_look import HOPELESS_MARGIN, is_hopeless
@@ -31,11 +32,12 @@ from parity.result import Result, TensorResult
 from parity.shown import raised
 from parity.te import why_refused
 from parity.trace.effects import undisturbed
-from parity.trace.trace import ordinal
+from parity.trace.trace import Trace, edit, ordinal
 from parity.trace.whose import users_line
 from parity.user_error import UserError
 
 _FP64 = 1e-12  # in FP64, sums in another order change outputs by less than this share
+_COMPARES = ("gt", "ge", "lt", "le")
 # The wrong ports' kernels. Those of both models that they are judged by round otherwise.
 _KERNELS = replace(FUSED_POINTWISE, splits_of_k=2, jitter=0)
 
@@ -144,12 +146,26 @@ def _try_all(request: Request) -> Iterator[Tried]:
 
 def _list_mistakes(prepared: Prepared) -> list[Hypothesis]:
     """Return whole mistakes in operations, the likeliest first, each with one number."""
-    known = hypotheses(prepared, calls_of(prepared).trace, broken=[])
+    trace = calls_of(prepared).trace
+    known = hypotheses(prepared, trace, broken=[])
     whole = (one for one in known if one.scope in ("all", "kind") and one.edits and not one.adds)
     found: dict[tuple[object, ...], Hypothesis] = {}
-    for one in whole:
+    for one in chain(_list_idle_conditions(trace), whole):
         found.setdefault(_but_for_its_number(one), one)
     return list(found.values())
+
+
+def _list_idle_conditions(trace: Trace) -> Iterator[Hypothesis]:
+    """Yield comparisons of positions that a port may leave out, since a window is longer than the sequence."""
+    for call in trace.calls:
+        if call.name in _COMPARES and len(call.outputs) == 1:
+            result = trace.tensor(call.outputs[0])
+            of_positions = all(not trace.tensor(x).is_floating_point() for x in call.inputs)
+            if of_positions and result.dtype is torch.bool and result.numel() > 1 and result.unique().numel() == 1:
+                same = bool(result.flatten()[0])
+                repair = f"compare positions as the reference does; here that is {same} for all, so nothing shows it"
+                fixed = edit(call, (), partial(torch.full_like, fill_value=same))
+                yield Hypothesis("window", f"condition left out, {call.described}", repair, (fixed,))
 
 
 def _but_for_its_number(one: Hypothesis) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from parity.report.numbers import short
 from parity.te import PRECISIONS
 
 _HEADERS = ("finding", "mistake that passes", "where", "moves an output by", "margin")
+_NAMED = 6
 _WIDTHS = [None, 60, 30, None, None]  # in columns of text
 
 
@@ -62,7 +63,8 @@ def _list_lines(case: Case, tried: Sequence[Tried], rows: Sequence[Sequence[Trie
     yield f"{found} of {len(tried)} known mistakes in the reference's operations would have failed here"
     if rows:
         named = [alike[0].mistake.name for alike in rows if not _is_accepted(case, alike[0])]
-        yield f"this run could not have shown: {', '.join(named)}" if named else "the pair accepts all others by name"
+        told = f"this run could not have shown: {shown.few_of(named, _NAMED)}"
+        yield told if named else "the pair accepts all others by their titles"
     unused = [title for title in case.accepts if all(alike[0].mistake.title != title for alike in rows)]
     if unused:
         yield f"the pair accepts {', '.join(unused)}, but no mistake of this name passes here"
