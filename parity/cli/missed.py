@@ -15,6 +15,7 @@ from parity.judge.request import Request
 from parity.mistakes.codes import CODES
 from parity.report.numbers import short
 from parity.te import PRECISIONS
+from parity.user_error import UserError
 
 _HEADERS = ("finding", "mistake that passes", "where", "moves an output by", "margin")
 _NAMED = 6
@@ -35,6 +36,9 @@ def print_missed(target: str, size: str, seed: int, precision: str, backend: str
         UserError: if there is no such pair, size or precision, or the pair cannot be compared here.
     """
     case, checked, kernels = load_pair(target, size, backend)
+    unknown = [title for title in case.accepts if title not in CODES]
+    if unknown:
+        raise UserError(f"{case} accepts {unknown[0]!r}, which is no finding's title; docs/findings.md has all of them")
     tried = try_mistakes(Request(case, checked, PRECISIONS[precision], seed, kernels, packaged()))
     rows = _one_of_each(missed(tried))
     print(shown.text("\n".join(_list_lines(case, tried, rows))))

@@ -566,6 +566,56 @@ def test_trace_says_what_it_cannot_judge(command: Command, tmp_path: Path) -> No
     assert_mistake(command("trace", "my_pairs.py", "-p", "mxfp8"), "PARITY_EMULATED_GPU=blackwell")
 
 
+# ``parity coverage``: which mistakes a comparison would have passed.
+
+CAPPED = """
+    import parity
+    import torch
+    from torch import nn
+
+    class Capped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 32)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x) / 50.0) * 50.0
+
+    @parity.pair("capped", precisions=["bf16"], probe=False, accepts=[])
+    def capped(te):
+        return parity.Pair(
+            reference=Capped(),
+            candidate=Capped(),
+            weights={"linear.weight": "linear.weight", "linear.bias": "linear.bias"},
+            inputs=lambda rng: rng.normal(64, 16),
+        )
+"""
+
+
+@pytest.mark.parametrize(
+    ("pair", "code", "last"),
+    [
+        (CAPPED, 1, "this run could not have shown: cap missing"),
+        (CAPPED.replace("accepts=[]", 'accepts=["softcap"]'), 0, "the pair accepts all others by their titles"),
+        (CAPPED.replace("50.0", "0.5"), 0, "would have failed here"),
+    ],
+)
+def test_coverage_lists_mistakes_that_pass(command: Command, tmp_path: Path, pair: str, code: int, last: str) -> None:
+    write(tmp_path, pair)
+    done = command("coverage", "my_pairs.py", "--strict")
+    assert done.returncode == code, done.stderr
+    assert last in done.stdout.splitlines()[-1]
+    assert ("PAR218 softcap" in done.stdout) == ("50.0" in pair)
+    assert command("coverage", "my_pairs.py").returncode == 0
+
+
+def test_coverage_says_what_it_cannot_judge(command: Command, tmp_path: Path) -> None:
+    write(tmp_path, CAPPED.replace("accepts=[]", 'accepts=["softcaps"]'))
+    assert_mistake(command("coverage", "my_pairs.py"), "softcaps", "capped")
+    write(tmp_path, FITS, "fits.py")
+    assert_mistake(command("coverage", "fits.py", "-p", "mxfp8"), "PARITY_EMULATED_GPU=blackwell")
+
+
 # ``parity report``: what it draws, prints and exits with.
 
 
