@@ -49,7 +49,8 @@ class Hypothesis:
             place has the same ``family``.
         family: name and repair without the place; empty if the mistake is not about a single place.
         code: the lines of the user's code that the repair changes, if they are known.
-        adds: whether the port bounds what the reference leaves unbounded, which no run shows whose values are small.
+        adds: whether the port has a bound (a cap, a clamp, a window) that the reference has not; a run in which nothing
+            reaches it cannot show that.
     """
 
     title: str

@@ -153,7 +153,8 @@ def _of_another_band(seen: Seen, queries: int, keys: int) -> Iterator[Mistake[Ma
         left = min(max(round(size), 1), keys)
         other = _moved_by(Band(left, 0 if moved.right == 0 else left), own)
         repair = f"{_right_window(moved)}; in the port, it sees {left}"
-        return _mask_mistake("window", f"window of {left}", repair, band_instead(replace(seen, band=other)))
+        instead = band_instead(replace(seen, band=other))
+        return replace(_mask_mistake("window", f"window of {left}", repair, instead), adds=math.isinf(moved.left))
 
     yield from numbers(window, [moved.left], _other_windows(moved, keys))
 
