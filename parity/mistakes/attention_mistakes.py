@@ -154,6 +154,7 @@ def _hidden_scores() -> Iterator[Mistake[Attention]]:
         "queries and keys, or take a fused backend, in 16 bits): here, some queries' other scores are lower, so they "
         "see hidden keys",
         with_attributes(hidden_score=_TES_HIDDEN_SCORE),
+        adds=True,
     )
 
 

@@ -49,8 +49,8 @@ class Hypothesis:
             place has the same ``family``.
         family: name and repair without the place; empty if the mistake is not about a single place.
         code: the lines of the user's code that the repair changes, if they are known.
-        adds: whether the port has a bound (a cap, a clamp, a window) that the reference has not; a run in which nothing
-            reaches it cannot show that.
+        adds: whether the port has a bound (a cap, a window, a score of hidden keys) that the reference has not. A run
+            in which nothing reaches it cannot show that.
     """
 
     title: str
