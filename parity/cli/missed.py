@@ -66,7 +66,7 @@ def _list_lines(case: Case, tried: Sequence[Tried], rows: Sequence[Sequence[Trie
     found = sum(one.is_shown for one in tried)
     yield f"{found} of {len(tried)} known mistakes in the reference's operations would have failed here"
     if rows:
-        named = [alike[0].mistake.name for alike in rows if not _is_accepted(case, alike[0])]
+        named = list(dict.fromkeys(alike[0].mistake.name for alike in rows if not _is_accepted(case, alike[0])))
         told = f"this run could not have shown: {shown.few_of(named, _NAMED)}"
         yield told if named else "the pair accepts all others by their titles"
     unused = [title for title in case.accepts if all(alike[0].mistake.title != title for alike in rows)]
