@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from parity.case import transfer
 from parity.case.case import Case, Pair, Rng, Size, Training, are_same, draw_inputs
+from parity.case.formats import check_patterns, checked_formats, keeps_unquantized
 from parity.case.map_check import check_map, other_names
 from parity.case.weight_map import WeightMapError, names
 from parity.te.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
@@ -146,6 +147,15 @@ def parameters_outside_te(pair: Pair) -> frozenset[str]:
     return frozenset(name for left in pair.weights for name in names(left)) - inside
 
 
+def parameters_kept_unquantized(pair: Pair) -> frozenset[str]:
+    """Return the reference's parameters that the candidate holds in modules which the pair asks to quantize nothing."""
+    formats = checked_formats(pair.formats)
+    kept = {name for name, _ in pair.candidate.named_parameters() if keeps_unquantized(formats, name.rpartition(".")[0])}
+    return frozenset(
+        name for left, right in pair.weights.items() if kept.issuperset(names(right)) for name in names(left)
+    )
+
+
 def of_te(module: nn.Module) -> dict[str, nn.Module]:
     """Return the module and its parts that are TE's, or derived from TE's, by their names in it."""
     return {name: part for name, part in module.named_modules() if any(is_of_te(base) for base in type(part).__mro__)}
@@ -228,6 +238,7 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
     with located(case, size):
         pair, drawn = _build_without_memory(case, te, size)
         _check_plain(pair)
+        check_patterns(checked_formats(pair.formats), of_te(pair.candidate))
         try:
             check_map(
                 pair.weights,

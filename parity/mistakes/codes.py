@@ -95,6 +95,7 @@ _TITLES = {
     "PAR309": ("master-weights",),
     "PAR310": ("own-recipe",),
     "PAR311": ("log-softmax-precision",),
+    "PAR312": ("other-format",),
     "PAR401": ("gradient-scale",),
     "PAR402": ("gradient-accumulation",),
     "PAR403": ("gradient-path-missing", "embeddings-not-tied", "padding-row"),
@@ -161,7 +162,7 @@ _TITLES_BY_NEED = {
     "gradients": "gradient-scale gradient-accumulation gradient-path-missing",
     "masked tokens": "hidden-rows",
     "decoding": "cached-before-rope cache-not-reset cache-shared",
-    "FP8": "fp8-scale-stale fp8-gradient-scale fp8-margin fp8-scale-inverted amax-history-lost amax-not-recorded "
+    "FP8": "fp8-scale-stale fp8-gradient-scale fp8-margin fp8-scale-inverted other-format amax-history-lost amax-not-recorded "
     "amax-of-another-tensor scale-not-updated amax-group",
     "FP32": "tf32",
     "a training": "gradient-not-zeroed stale-batch stale-gradient stale-weights state-between-steps state-not-saved "
