@@ -616,7 +616,9 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     yield from prepared.apart
     not_compared = prepared.golden.not_compared
     compared = tensors, candidate.tensors, prepared.reference, not_compared
-    recipe = type(precision.new_recipe()).__name__ if precision.recipe else None
+    mixed = describe_mixed(candidate.formats, prepared.formats, precision)
+    is_told = mixed or candidate.misformatted  # what small errors would only suggest
+    recipe = type(precision.new_recipe()).__name__ if precision.recipe and not is_told else None
     yield from remarks(*compared, precision.dtype, recipe, log_probs)
     golden = golden_tensors(prepared)
     yield from pictures.describe_pictures(log_probs, candidate.tensors, golden, models)
@@ -626,14 +628,8 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
         yield LOOKS_UP_ELSE
     yield from left_unproven(tensors, not prepared.evaluation)
     changed = prepared.golden.changed_inputs, candidate.changed_inputs
-    yield from filter(
-        None,
-        [
-            effects.by_reference_alone(*changed),
-            "" if candidate.calls_te else WITHOUT_TE,
-            describe_mixed(candidate.formats, prepared.formats, precision),
-        ],
-    )
+    not_te = "" if candidate.calls_te else WITHOUT_TE
+    yield from filter(None, [effects.by_reference_alone(*changed), not_te, mixed])
 
 
 # The search for the cause of a failure.

@@ -398,8 +398,8 @@ class Result:
         ranks: the ranks that computed the candidate, such as ``tp2-sp``; empty for one process.
         equals: the precision without a recipe that this one equals, since nothing in the pass was quantized; empty if
             something was, or if that was not watched, as in trainings and over ranks.
-        formats: the formats that TE's modules really had, at a precision with a recipe; empty if nothing was watched, as
-            in trainings and over ranks, and in older records.
+        formats: the formats that TE's modules really computed in, at a precision with a recipe; empty if that was not
+            watched, as in trainings and over ranks, and in older records.
     """
 
     case: str

@@ -255,7 +255,9 @@ class Case:
         """Build the pair at one size."""
         with cuda_is_cpu_without_gpu():
             pair = self.factory(te, **size, **({"ranks": self.at} if self.ranks else {}))
-        return replace(pair, formats={**self.formats, **pair.formats}) if self.formats and isinstance(pair, Pair) else pair
+        return (
+            replace(pair, formats={**self.formats, **pair.formats}) if self.formats and isinstance(pair, Pair) else pair
+        )
 
     def runs_at(self, precision: str) -> bool:
         """Return whether the case is compared at the precision of this name if a run asks for it."""

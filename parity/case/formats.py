@@ -1,4 +1,4 @@
-"""The formats that a pair asks its candidate's modules to compute in: a plan of what stays in BF16, and what does not."""
+"""The formats that a pair asks its candidate's modules to compute in, such as a plan of what stays in BF16."""
 
 from __future__ import annotations
 

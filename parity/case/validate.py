@@ -150,7 +150,9 @@ def parameters_outside_te(pair: Pair) -> frozenset[str]:
 def parameters_kept_unquantized(pair: Pair) -> frozenset[str]:
     """Return the reference's parameters that the candidate holds in modules which the pair asks to quantize nothing."""
     formats = checked_formats(pair.formats)
-    kept = {name for name, _ in pair.candidate.named_parameters() if keeps_unquantized(formats, name.rpartition(".")[0])}
+    kept = {
+        name for name, _ in pair.candidate.named_parameters() if keeps_unquantized(formats, name.rpartition(".")[0])
+    }
     return frozenset(
         name for left, right in pair.weights.items() if kept.issuperset(names(right)) for name in names(left)
     )

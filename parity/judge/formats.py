@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from parity.case.formats import asked_format
 from parity.mistakes.codes import repairable
 from parity.numerics.formats import UNQUANTIZED, Rounding, describe_format
-from parity.result import Code, Finding, ModuleFormats
+from parity.result import Finding, ModuleFormats
 from parity.shown import few_of
 from parity.te import PRECISIONS, Precision
 
 _MOST_TOLD = 4  # names in a message
 
 
+@dataclass(frozen=True)
+class _Unlike:
+    """An operand with the format that it had and the one that it should have, in words."""
+
+    operand: str
+    seen: str
+    asked: str
+
+
 def findings_of_formats(
     seen: Sequence[ModuleFormats], formats: Mapping[str, str], precision: Precision
 ) -> tuple[Finding, ...]:
-    """Return a finding for each way in which modules had other formats than they should.
+    """Return a finding if modules had other formats than they should.
 
     Args:
         seen: what each module computed in.
@@ -26,19 +36,32 @@ def findings_of_formats(
             is empty, the pair asks for nothing.
         precision: one with a recipe.
     """
-    unlike: dict[tuple[str | None, tuple[tuple[str, str, str], ...]], list[str]] = defaultdict(list)
+    unlike: dict[tuple[str, tuple[_Unlike, ...]], list[str]] = defaultdict(list)
     for row in seen if formats else ():
         for module in row.modules:
             asked = asked_format(formats, module)
             differing = tuple(_list_differing(row.operands, PRECISIONS.get(asked or "", precision)))
             if differing:
-                unlike[asked, differing].append(module)
-    return tuple(_describe_unlike(modules, *key, precision) for key, modules in unlike.items())
+                source = (
+                    f"as formats asks ({asked})" if asked else f"as {precision.name} has it where formats says nothing"
+                )
+                unlike[source, differing].append(module)
+    if not unlike:
+        return ()
+    evidence = "; ".join(_describe_unlike(modules, *key) for key, modules in unlike.items())
+    first = [differing[0] for _, differing in unlike]
+    repairs = []
+    if any(one.asked in UNQUANTIZED for one in first):
+        repairs.append("call what should stay in 16 bits within te.autocast(enabled=False)")
+    if any(one.asked not in UNQUANTIZED for one in first):
+        repairs.append("call what should be quantized within te.autocast with the recipe that is asked for")
+    return (repairable("other-format", evidence, ", and ".join(repairs)),)
 
 
 def describe_mixed(seen: Sequence[ModuleFormats], formats: Mapping[str, str], precision: Precision) -> str:
     """Say which modules quantized no GEMM's operand although others did, if the pair has no plan; empty if none."""
-    plain, others = [], False
+    plain: list[str] = []
+    others = False
     for row in seen:
         of_gemms = {words for operand, words in row.operands.items() if not operand.startswith("attention")}
         if of_gemms and of_gemms <= UNQUANTIZED:
@@ -47,18 +70,18 @@ def describe_mixed(seen: Sequence[ModuleFormats], formats: Mapping[str, str], pr
     if formats or not plain or not others:
         return ""
     return (
-        f"{_name_modules(plain)} computed without quantization, and others with it; if {precision.name} is meant to "
-        f'spare them, say so: formats={{"{plain[0]}": "bf16"}} in the pair makes any other format a failure'
+        f"{_name_modules(plain)} computed without quantization, and others with it (PAR308 recipe-disabled); if "
+        f'{precision.name} is meant to spare them, say so: formats={{"{plain[0] or "*"}": "bf16"}} in the pair makes any other format a failure'
     )
 
 
-def _list_differing(operands: Mapping[str, str], asked: Precision) -> Iterator[tuple[str, str, str]]:
-    """Yield each operand whose format differs from the one asked for, with both formats."""
+def _list_differing(operands: Mapping[str, str], asked: Precision) -> Iterator[_Unlike]:
+    """Yield each operand whose format differs from the one asked for."""
     wanted = _describe_operands(asked.rounding)
     for operand, words in operands.items():
         is_alike = words == wanted[operand] or (words in UNQUANTIZED and wanted[operand] in UNQUANTIZED)
         if not is_alike:
-            yield operand, words, wanted[operand]
+            yield _Unlike(operand, words, wanted[operand])
 
 
 def _describe_operands(rounding: Rounding) -> dict[str, str]:
@@ -75,24 +98,11 @@ def _describe_operands(rounding: Rounding) -> dict[str, str]:
     return {operand: describe_format(to_format, rounding.storage) for operand, to_format in formats.items()}
 
 
-def _describe_unlike(
-    modules: Sequence[str], asked: str | None, differing: Sequence[tuple[str, str, str]], precision: Precision
-) -> Finding:
-    name, (operand, words, wanted) = asked or precision.name, differing[0]
-    others = few_of([each for each, _, _ in differing[1:]], 6)
-    source = f"formats asks for {name}" if asked else f"formats does not name it, and the precision is {name}"
-    evidence = (
-        f"in {_name_modules(modules)} the {operand} is in {words} and not in {wanted}, although {source}"
-        f"{f'; {others} differ as well' if others else ''}"
-    )
-    code = Code(then=("with te.autocast(enabled=False):",))
-    if wanted in UNQUANTIZED:
-        return repairable("other-format", evidence, "call it within te.autocast(enabled=False)", code)
-    if words in UNQUANTIZED:
-        repair = f"call it within te.autocast with the recipe of {name}, and outside of te.autocast(enabled=False)"
-    else:
-        repair = f"enter te.autocast with the recipe of {name} around it, and around te.quantized_model_init as well"
-    return repairable("other-format", evidence, repair)
+def _describe_unlike(modules: Sequence[str], source: str, differing: Sequence[_Unlike]) -> str:
+    first, *others = differing
+    more = f"; the same modules differ in {few_of([one.operand for one in others], 6)}" if others else ""
+    where = f"in {_name_modules(modules)} the {first.operand} is in {first.seen!r}"
+    return f"{where} and not in {first.asked!r}, {source}{more}"
 
 
 def _name_modules(modules: Sequence[str]) -> str:

@@ -162,8 +162,8 @@ _TITLES_BY_NEED = {
     "gradients": "gradient-scale gradient-accumulation gradient-path-missing",
     "masked tokens": "hidden-rows",
     "decoding": "cached-before-rope cache-not-reset cache-shared",
-    "FP8": "fp8-scale-stale fp8-gradient-scale fp8-margin fp8-scale-inverted other-format amax-history-lost amax-not-recorded "
-    "amax-of-another-tensor scale-not-updated amax-group",
+    "FP8": "fp8-scale-stale fp8-gradient-scale fp8-margin fp8-scale-inverted amax-history-lost amax-not-recorded "
+    "amax-of-another-tensor scale-not-updated amax-group other-format",
     "FP32": "tf32",
     "a training": "gradient-not-zeroed stale-batch stale-gradient stale-weights state-between-steps state-not-saved "
     "graph-stale-input graph-frozen-value graph-lost-gradient graph-not-captured graph-differs compiled-differs "

@@ -12,9 +12,10 @@ import functools
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from parity.numerics.formats import Quantized, describe_format
 from parity.result import ModuleFormats
 from parity.te.recipes import read_formats
 from parity.te.state import is_quantized
-from parity.trace.whose import is_of_te
 
 NAME_MARK = "_parity_name"
 """The attribute for a TE module's name in the candidate, which copies of the module keep."""
@@ -52,6 +52,7 @@ class SeenFormats:
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[str, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
+        self._known: set[Hashable] = set()  # operands that were looked at, since most calls repeat an earlier one
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -86,7 +87,7 @@ class SeenFormats:
             names = _OPERANDS.get((transposes_a, transposes_b))
             if names is not None:
                 # The one is read along its last dimension if it is transposed, the other one if it is not.
-                self._note({names[0]: _describe(a, not transposes_a), names[1]: _describe(b, transposes_b)})
+                self._note({names[0]: (a, not transposes_a), names[1]: (b, transposes_b)})
             return kernel(a, transposes_a, b, transposes_b, *args, **kwargs)
 
         return call
@@ -99,22 +100,35 @@ class SeenFormats:
             given = signature.bind(*args, **kwargs).arguments
             result = function(*args, **kwargs)
             first, *others = result
-            parts = {"qkv": [given.get(name) for name in "qkv"]}
+            parts: dict[str, Any] = {"qkv": [given.get(name) for name in "qkv"]}
             if is_forward:
                 parts |= {"probabilities": given.get("s_quantizer"), "context": first}
             else:
                 parts |= {"context_gradients": given.get("d_o"), "score_gradients": given.get("dp_quantizer")}
                 parts |= {"qkv_gradients": [first, *others[:2]]}
-            self._note({f"attention {part}": _describe(x, False) for part, x in parts.items()})
+            self._note({f"attention {part}": (x, False) for part, x in parts.items()})
             return result
 
         return call
 
-    def _note(self, operands: Mapping[str, Iterable[str]]) -> None:
+    def _note(self, operands: Mapping[str, tuple[Any, bool]]) -> None:
+        """Note operands by their names, each with whether it is read along columns."""
         module = _find_module()
-        if module is not None:
-            for operand, formats in operands.items():
-                self._seen[module][operand].update(dict.fromkeys(formats))
+        if module is None:
+            return
+        for name, (operand, columnwise) in operands.items():
+            key = module, name, _identify(operand)
+            if key not in self._known:
+                self._known.add(key)
+                self._seen[module][name].update(_describe(operand, columnwise))
+
+
+def _identify(operand: Any) -> Hashable:
+    """Return what tells operands apart that one module hands to one kernel."""
+    if isinstance(operand, (list, tuple)):
+        return tuple(map(_identify, operand))
+    of_tensor = (getattr(operand, name, None) for name in ("dtype", "_fp8_dtype", "_is_2D_scaled"))
+    return type(operand), type(getattr(operand, "_quantizer", None)), *of_tensor
 
 
 def _describe(operand: Any, columnwise: bool) -> dict[str, None]:
@@ -148,34 +162,30 @@ _SIGNATURE = "parity: module"
 
 def _find_module() -> str | None:
     """Return the name of the module whose code or gradient runs now; None if it is none of the candidate's."""
-    frame = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_code.co_name != "backward":
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and _is_te(type(owner)):
-            return _name_module(owner)
-        frame = frame.f_back  # type: ignore[assignment]
-    node = torch._C._current_autograd_node()
+        name = _name_module(owner) if isinstance(owner, nn.Module) else None
+        if name is not None:
+            return name
+        frame = frame.f_back
+    node: Any = torch._C._current_autograd_node()
     return None if node is None else node.metadata.get(_SIGNATURE)
 
 
-@functools.cache
-def _is_te(kind: type) -> bool:
-    return any(is_of_te(base) for base in kind.__mro__)
-
-
 def _name_module(module: nn.Module) -> str | None:
-    """Return a module's name in the candidate, without its own parts that compute for it."""
-    parts = [module, *getattr(module, "basic_ops", ())]  # of operations that TE fuses for a pass
-    name = next((vars(part)[NAME_MARK] for part in parts if NAME_MARK in vars(part)), None)
+    """Return a TE module's name in the candidate, without its own parts that compute for it; None for any other."""
+    parts: list[Any] = [module, *getattr(module, "basic_ops", ())]  # of operations that TE fuses for a pass
+    name: str | None = next((vars(part)[NAME_MARK] for part in parts if NAME_MARK in vars(part)), None)
     return None if name is None else name.partition(".basic_ops.")[0].removesuffix(".fused_attention")
 
 
 def _sign_graph(module: nn.Module, _: Any, returned: Any) -> None:
     """Write a TE module's name to the nodes of its graph that no module within it has signed."""
-    name = _name_module(module) if _is_te(type(module)) else None
+    name = _name_module(module)
     if name is None:
         return
-    nodes = [x.grad_fn for x in tree_leaves(returned) if isinstance(x, Tensor) and x.grad_fn is not None]
+    nodes: list[Any] = [x.grad_fn for x in tree_leaves(returned) if isinstance(x, Tensor) and x.grad_fn is not None]
     while nodes:
         node = nodes.pop()
         if _SIGNATURE not in node.metadata:
