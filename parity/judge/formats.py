@@ -69,9 +69,10 @@ def describe_mixed(seen: Sequence[ModuleFormats], formats: Mapping[str, str], pr
         others |= not of_gemms <= UNQUANTIZED
     if formats or not plain or not others:
         return ""
+    example = f'formats={{"{plain[0] or "*"}": "bf16"}}'
     return (
         f"{_name_modules(plain)} computed without quantization, and others with it (PAR308 recipe-disabled); if "
-        f'{precision.name} is meant to spare them, say so: formats={{"{plain[0] or "*"}": "bf16"}} in the pair makes any other format a failure'
+        f"{precision.name} is meant to spare them, say so: {example} in the pair makes any other format a failure"
     )
 
 
