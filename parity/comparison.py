@@ -197,7 +197,7 @@ def judge_at(
     request = Request(*at, calibration, attention, determinism, other_kernels, candidate_run, on_progress)
 
     def end_with_error(error: BaseException) -> Comparison:
-        return Comparison(request).ended(_unexpected_error(request, error))
+        return Comparison(request).ended(error_result(request, error))
 
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
         comparison = catching(lambda: _judge_in_parts(request), end_with_error)
@@ -414,14 +414,14 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
     seed, kernels = request.seed, request.kernels
     before = RandomState.now(kernels.device)
     ran: list[Pass] = []
-    recomputes, recalled, te_modules = Recomputes(), Recalled(), TeModules()
+    recomputes, recalled, te_modules, formats = Recomputes(), Recalled(), TeModules(), SeenFormats()
     watched = te_modules.watched() if checked.has_te else te_calls()
 
     def watch(module: nn.Module) -> None:
         recomputes.watch(module)
         te_modules.of(module)
+        formats.of(module)
 
-    formats = SeenFormats()
     looked = quantization_seen() if precision.recipe else nullcontext([""])
     looked_closely = formats.watched() if precision.recipe else nullcontext()
     on_backend = attention_backends(request.attention)
@@ -446,7 +446,7 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
         numbers=ran[0].numbers,
         recalled=recalled,
         formats=formats.rows,
-        misformatted=findings_of_formats(formats.rows, prepared.formats, precision),
+        misformatted=findings_of_formats(formats.rows, prepared.formats, precision, formats.roles),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         calls_te=checked.has_te or bool(te_called),
         equals="" if quantized else next(name for name, each in PRECISIONS.items() if each.dtype == precision.dtype),
@@ -613,6 +613,8 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     prepared, candidate, models = comparison.prepared, comparison.candidate, comparison.models
     precision, log_probs = comparison.request.precision, comparison.log_probs
     yield from comparison.remarks
+    if not comparison.request.calibration.has_laws(precision.name):
+        yield f"judged by the limits of {precision.families[-1]}, since {precision.name} has none of its own"
     yield from prepared.apart
     not_compared = prepared.golden.not_compared
     compared = tensors, candidate.tensors, prepared.reference, not_compared
@@ -724,16 +726,10 @@ def catching(run: Callable[[], _Returned], otherwise: Callable[[BaseException], 
 
 
 def error_result(request: Request, error: BaseException) -> Result:
-    """Return an error for a comparison over ranks or a training in which something raised, such as a step."""
+    """Return an error for what was raised where no step expects it, such as in a step of a training."""
     if isinstance(error, UserError):
         return request.result("error", reason=said(error))
-    return _unexpected_error(request, error)
-
-
-def _unexpected_error(request: Request, error: BaseException) -> Result:
-    """Return an error for what was raised where no step expects it, such as in the candidate's later calls."""
-    is_users = bool(users_line(error))
-    whose = "the pair's code" if is_users else "parity itself, because of a bug or an unusual tensor,"
+    whose = "the pair's code" if users_line(error) else "parity itself, because of a bug or an unusual tensor,"
     return _error_result(request, f"{whose} raised {_say_where_raised(error)}", error)
 
 

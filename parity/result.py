@@ -353,6 +353,9 @@ class StageResult:
     is_off: bool
 
 
+OR = ", or "
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleFormats:
     """The formats of GEMM operands that modules of TE's computed with, as its kernels were given them.
@@ -360,8 +363,8 @@ class ModuleFormats:
     Attributes:
         modules: names of the modules in the candidate; empty for the candidate itself.
         operands: by GEMM and operand, such as ``fprop weight``, ``wgrad gradient`` or ``attention qkv``, the format:
-            ``E4M3, one scale``, ``E4M3, 1x128``, ``E2M1, 1x16 (rotated)`` or ``bf16``; several if calls differ, joined
-            by ``, or``.
+            ``E4M3, one scale``, ``E4M3, 1x128``, ``E2M1, 1x16 (rotated)`` or ``bf16``; several if calls or a
+            module's GEMMs differ, joined by ``OR``.
     """
 
     modules: tuple[str, ...]

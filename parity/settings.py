@@ -118,7 +118,15 @@ def _as_option(name: str, value: object, known: Iterable[str], file: Path) -> st
     if not isinstance(value, str if name in _TEXTS else (str, int, float, list)):
         raise UserError(f"{where} is {value!r}, but must be {'a text' if name in _TEXTS else 'as on the command line'}")
     if isinstance(value, list):
-        return "".join(f"{part}," for part in value)
+        return "".join(f"{_beside(part, file) if name == 'precisions' else part}," for part in value)
     if isinstance(value, bool):
         return ("no", "yes")[value]
+    if name == "precisions":
+        return ",".join(_beside(part, file) for part in str(value).split(","))
     return str(file.parent / str(value) if name in _PATHS else value)
+
+
+def _beside(precision: object, file: Path) -> str:
+    """Return a precision's name, with the path before it, if it has one, relative to the file's folder."""
+    text = str(precision).strip()
+    return str(file.parent / text) if "::" in text else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,8 @@ def recipe(name: str, make: Callable[[], Any], dtype: torch.dtype = torch.bfloat
     """
     place = place_of(inspect.currentframe().f_back)  # type: ignore[union-attr]
     where = f"{place.path}:{place.line}: recipe {name!r}"
-    try:
-        registry.checked_name(name)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+    if not isinstance(name, str) or not re.fullmatch(r"\w+", name):
+        raise UserError(f"{where}: a name may only have letters, digits and '_'")
     if not callable(make):
         raise UserError(f"{where}: give a function that makes the recipe, such as lambda: {type(make).__name__}(...)")
     if dtype not in _DTYPES:
@@ -79,9 +78,10 @@ def name_precisions(given: Iterable[object], where: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def spell_precision(name: str) -> str:
-    """Return what ``name_precisions`` of another process understands: ``FILE::NAME`` if a file declares it."""
-    return PRECISIONS[name].source or name
+def find_precision(spelled: str) -> Precision:
+    """Return the precision that another process spells as its source, ``FILE::NAME``, or else its name."""
+    (name,) = name_precisions((spelled,), "a comparison over ranks")
+    return PRECISIONS[name]
 
 
 def _load_precision(spelled: str, where: str) -> str:

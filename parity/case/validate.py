@@ -28,8 +28,10 @@ from parity.case.case import Case, Pair, Rng, Size, Training, are_same, draw_inp
 from parity.case.formats import check_patterns, checked_formats, keeps_unquantized
 from parity.case.map_check import check_map, other_names
 from parity.case.weight_map import WeightMapError, names
+from parity.numerics.formats import Role
 from parity.te.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
 from parity.te.devices import refusing_meta_tensors
+from parity.te.recipes import list_roles
 from parity.trace.effects import undisturbed
 from parity.trace.whose import first_paragraph, is_of_te, users_frame, users_line
 from parity.user_error import INTERRUPTS, UserError
@@ -156,6 +158,22 @@ def parameters_kept_unquantized(pair: Pair) -> frozenset[str]:
     return frozenset(
         name for left, right in pair.weights.items() if kept.issuperset(names(right)) for name in names(left)
     )
+
+
+def roles_of_parameters(pair: Pair) -> dict[str, Role]:
+    """Return the roles that TE's modules give the reference's parameters that they hold, by the parameters' names."""
+    held = {
+        f"{path}.{name}".lstrip("."): role
+        for path, module in of_te(pair.candidate).items()
+        for name, role in list_roles(module).items()
+    }
+    return {
+        name: held[parameter]
+        for left, right in pair.weights.items()
+        for parameter in names(right)
+        if parameter in held
+        for name in names(left)
+    }
 
 
 def of_te(module: nn.Module) -> dict[str, nn.Module]:

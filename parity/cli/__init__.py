@@ -151,10 +151,10 @@ def trace(
     The exit code is 1 if a stage has a larger error than rounding explains.
     """
     from parity.cli import stages
-    from parity.plugin.options import check_precisions
+    from parity.plugin.options import parse_precision
 
-    check_precisions((precision,), "--precision")
-    raise typer.Exit(0 if stages.trace(target, size, seed, precision, backend, gradients) else 1)
+    found = stages.trace(target, size, seed, parse_precision(precision), backend, gradients)
+    raise typer.Exit(0 if found else 1)
 
 
 @add_command(

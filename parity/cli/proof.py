@@ -17,7 +17,7 @@ from parity.case import registry
 from parity.case.case import Rng, draw_inputs
 from parity.case.validate import with_buffers_alone
 from parity.cli.conversion import parse_size
-from parity.plugin.options import check_precisions, parse_backend
+from parity.plugin.options import parse_backend, parse_precision
 from parity.proof.logits import Apart
 from parity.proof.proof import Proof, Proven, prove
 from parity.report.failure import causes_and_figures
@@ -64,7 +64,7 @@ def prove_checkpoint(
     Raises:
         UserError: if an argument is not as above, the checkpoints do not fit the pair, or a module raises.
     """
-    check_precisions((precision,), "--precision")
+    precision = parse_precision(precision)
     at, kernels, case = PRECISIONS[precision], te.kernels(parse_backend(backend)), registry.only(target)
     if reason := why_refused(at, kernels):
         raise UserError(f"-p {precision}: {reason}")

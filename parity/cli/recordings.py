@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from parity import data_files, shown, te
 from parity.cli.stages import load_pair
-from parity.plugin.options import check_precisions, parse_backend
+from parity.plugin.options import parse_backend, parse_precision
 from parity.recordings.differences import Bisection, Difference, bisect_dumps, bisect_passes
 from parity.recordings.dumps import DumpedFile, find_files, judge_files
 from parity.recordings.environment import compare_environments, describe_environment
@@ -54,8 +54,7 @@ def judge(
     Raises:
         UserError: if the recording is damaged, or does not fit the pair.
     """
-    if precision:
-        check_precisions((precision,), "--precision")
+    precision = parse_precision(precision) if precision else ""
     if files := find_files(folder):
         asked = [one for one in files if step in (None, one.step) and rank in (None, one.rank)]
         return _judge_dump(folder, asked, precision, backend)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from parity.case.formats import asked_format
 from parity.mistakes.codes import repairable
-from parity.numerics.formats import UNQUANTIZED, Rounding, describe_format
-from parity.result import Finding, ModuleFormats
+from parity.numerics.formats import UNQUANTIZED, Role, Rounding, describe_format
+from parity.result import OR, Finding, ModuleFormats
 from parity.shown import few_of
 from parity.te import PRECISIONS, Precision
 
@@ -26,7 +27,10 @@ class _Unlike:
 
 
 def findings_of_formats(
-    seen: Sequence[ModuleFormats], formats: Mapping[str, str], precision: Precision
+    seen: Sequence[ModuleFormats],
+    formats: Mapping[str, str],
+    precision: Precision,
+    roles: Mapping[str, Collection[Role]] = MappingProxyType({}),
 ) -> tuple[Finding, ...]:
     """Return a finding if modules had other formats than they should.
 
@@ -35,12 +39,17 @@ def findings_of_formats(
         formats: what the pair asks for; modules that it does not name should have the precision's own formats. If it
             is empty, the pair asks for nothing.
         precision: one with a recipe.
+        roles: by module, the roles under which it asks a recipe for quantizers, as a recipe may tell these apart.
     """
     unlike: dict[tuple[str, tuple[_Unlike, ...]], list[str]] = defaultdict(list)
     for row in seen if formats else ():
         for module in row.modules:
             asked = asked_format(formats, module)
-            differing = tuple(_list_differing(row.operands, PRECISIONS.get(asked or "", precision)))
+            rounding = PRECISIONS.get(asked or "", precision).rounding
+            of_role, own = rounding.by_role, roles.get(module)
+            differing = tuple(
+                _list_differing(row.operands, [of_role(one) for one in own] if of_role and own else [rounding])
+            )
             if differing:
                 source = (
                     f"as formats asks ({asked})" if asked else f"as {precision.name} has it where formats says nothing"
@@ -76,13 +85,14 @@ def describe_mixed(seen: Sequence[ModuleFormats], formats: Mapping[str, str], pr
     )
 
 
-def _list_differing(operands: Mapping[str, str], asked: Precision) -> Iterator[_Unlike]:
-    """Yield each operand whose format differs from the one asked for."""
-    wanted = _describe_operands(asked.rounding)
+def _list_differing(operands: Mapping[str, str], asked: Sequence[Rounding]) -> Iterator[_Unlike]:
+    """Yield each operand that has another format than those asked for, one for each GEMM that tells them apart."""
+    each_asked = [_describe_operands(one) for one in asked]
     for operand, words in operands.items():
-        is_alike = words == wanted[operand] or (words in UNQUANTIZED and wanted[operand] in UNQUANTIZED)
-        if not is_alike:
-            yield _Unlike(operand, words, wanted[operand])
+        wanted = {one[operand]: None for one in each_asked}
+        right = {*wanted, *(UNQUANTIZED if UNQUANTIZED & wanted.keys() else ())}
+        if not right.issuperset(words.split(OR)):
+            yield _Unlike(operand, words, OR.join(wanted))
 
 
 def _describe_operands(rounding: Rounding) -> dict[str, str]:

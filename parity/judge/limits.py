@@ -188,6 +188,10 @@ class Table:
     laws: Mapping[Key, Law]
     provenance: Mapping[str, Any]
 
+    def has_laws(self, precision: str) -> bool:
+        """Return whether a precision of this name was measured."""
+        return any(key[0] == precision for key in self.laws)
+
     def limit(self, precision: str, kind: str, statistic: str, family: str = "") -> float:
         """Return the largest value that passes.
 

@@ -78,7 +78,8 @@ class Arithmetic:
     """The roundings between the steps of attention, by default none.
 
     Attributes:
-        tensor: rounds one of attention's tensors as a GEMM reads it or as a result is stored.
+        tensor: rounds one of attention's tensors as a GEMM reads it, which sums over dimension -1 or -2 of it, or as a
+            result is stored.
         probabilities: rounds the probabilities of the forward pass as the GEMM with the values reads them.
         scores: rounds scores and their gradient between two kernels.
         pointwise: rounds probabilities and the gradient of the scores.
@@ -89,7 +90,7 @@ class Arithmetic:
         alone: entered around all steps, so that modes outside do not see them.
     """
 
-    tensor: Callable[[Tensor, AttentionPart], Tensor] = lambda x, _: x
+    tensor: Callable[[Tensor, AttentionPart, int], Tensor] = lambda x, *_: x
     probabilities: Callable[[Tensor], Tensor] = as_it_is
     scores: Callable[[Tensor], Tensor] = as_it_is
     pointwise: Callable[[Tensor], Tensor] = as_it_is
@@ -99,11 +100,11 @@ class Arithmetic:
 
     def product(self, left: Tensor, right: Tensor, parts: tuple[AttentionPart, AttentionPart]) -> Tensor:
         """Return ``left @ right``, with the operands, which are these parts of attention, as a GEMM reads them."""
-        return self._multiply_in_parts(self.tensor(left, parts[0]), self.tensor(right, parts[1]))
+        return self._multiply_in_parts(self.tensor(left, parts[0], -1), self.tensor(right, parts[1], -2))
 
     def context(self, probabilities: Tensor, value: Tensor) -> Tensor:
         """Return ``probabilities @ value``, with the operands as the forward pass's GEMM reads them."""
-        return self._multiply_in_parts(self.probabilities(probabilities), self.tensor(value, "qkv"))
+        return self._multiply_in_parts(self.probabilities(probabilities), self.tensor(value, "qkv", -2))
 
     def _multiply_in_parts(self, left: Tensor, right: Tensor) -> Tensor:
         parts = zip(left.tensor_split(self.splits, -1), right.tensor_split(self.splits, -2), strict=True)
@@ -245,7 +246,7 @@ class _Head:
         arithmetic = self.settings.arithmetic
         for block in self.blocks():
             product = arithmetic.context(self.probabilities(block), self.value[block.columns])
-            context[block.rows] = arithmetic.tensor(product, "context")
+            context[block.rows] = arithmetic.tensor(product, "context", -1)
 
     def differentiate(
         self, gradient: Tensor, context: Tensor | None, mask_gradient: Tensor | None
@@ -266,7 +267,7 @@ class _Head:
             of_probabilities = arithmetic.product(above, self.value[columns].t(), ("context_gradients", "qkv"))
             change = arithmetic.scores(of_probabilities)
             if context is not None:
-                mean = (arithmetic.tensor(above, "context_gradients") * context[rows]).sum(-1, keepdim=True)
+                mean = (arithmetic.tensor(above, "context_gradients", -1) * context[rows]).sum(-1, keepdim=True)
                 of_scores = probabilities * (change - mean)
             else:
                 mean = (change * probabilities).sum(-1, keepdim=True)
@@ -277,7 +278,7 @@ class _Head:
             of_scores = of_scores * scale
             of_query[rows] = arithmetic.product(of_scores, self.key[columns], ("score_gradients", "qkv"))
             of_key[columns] += arithmetic.product(of_scores.t(), self.query[rows], ("score_gradients", "qkv"))
-        of_query, of_key, of_value = (arithmetic.tensor(x, "qkv_gradients") for x in (of_query, of_key, of_value))
+        of_query, of_key, of_value = (arithmetic.tensor(x, "qkv_gradients", -1) for x in (of_query, of_key, of_value))
         return of_query, of_key, of_value
 
 

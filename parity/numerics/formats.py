@@ -7,6 +7,8 @@ whole tensor comes from its largest magnitude, or from an amax that a kernel too
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
@@ -60,7 +62,6 @@ class Quantized:
             same. E2M1 always has E4M3 scales for its blocks, and an FP32 scale for the tensor (arXiv 2509.25149,
             section 2).
         least_amax: a smaller amax counts as this one.
-        headroom: what a tensor's amax is multiplied by, as that of an earlier pass may be larger.
         stochastic: whether E2M1 rounds up or down at random, without bias (ibid., section 4.3).
         rotated: whether each 16 elements along the summed dimension are first rotated by a Hadamard matrix, which
             cancels in a product of two such matrices (ibid., section 4.2).
@@ -75,7 +76,6 @@ class Quantized:
     across: int = 1
     power_of_two: bool = False
     least_amax: float = 0.0
-    headroom: float = 1.0
     stochastic: bool = False
     rotated: bool = False
     row_scaled: bool = False
@@ -137,8 +137,8 @@ class Quantized:
 
     def _cast_to_fp8(self, x: Tensor, amax: Tensor) -> Tensor:
         dtype = torch.float8_e4m3fn if self.numbers == "E4M3" else torch.float8_e5m2
-        if self.least_amax or self.headroom != 1.0:
-            amax = (amax * self.headroom).clamp(min=self.least_amax)
+        if self.least_amax:
+            amax = amax.clamp(min=self.least_amax)
         scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
         if not self.power_of_two:
             return nearest_fp8(x * scale, dtype).div_(scale)
@@ -199,6 +199,28 @@ class Requantized:
         return getattr(self.then, "rotated", False)
 
 
+@dataclass(frozen=True)
+class Recast:
+    """What is read of a result that one kernel casts by a scale, and the next one by another.
+
+    With delayed scaling each keeps a history of its own. If the scales differ by a little, all numbers are rounded the
+    same way the second time, and the result leans by up to half of their distance.
+
+    Attributes:
+        to_format: the format of both, with a scale a tensor.
+        gain: what the result is multiplied by if it leans.
+    """
+
+    to_format: Quantized
+    gain: float = 1.0
+
+    def __call__(self, x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+        """Return ``x`` rounded twice, in FP32."""
+        amax = largest(x) if amax is None else amax
+        once = self.to_format(x, dim, amax * math.sqrt(2.0))  # one grid's numbers lie between those of the other
+        return self.to_format(once.clamp(-amax, amax), dim, amax).mul_(self.gain)
+
+
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 UNQUANTIZED = frozenset(_DTYPES.values())
 """What ``describe_format`` returns for operands that no format rounds."""
@@ -213,6 +235,8 @@ def describe_format(to_format: Format | None, dtype: torch.dtype) -> str:
     """
     if isinstance(to_format, Requantized):
         return describe_format(to_format.then, dtype)
+    if isinstance(to_format, Recast):
+        return to_format.to_format.words
     return to_format.words if isinstance(to_format, Quantized) else _DTYPES.get(dtype, str(dtype))
 
 
@@ -319,6 +343,9 @@ class Operands:
     gradients: Format | None
 
 
+Role = tuple[str, str]
+"""Of a TE module, as its quantizers' roles say it: its type, ``linear`` or ``grouped_linear``, and its name."""
+
 AttentionPart = Literal["qkv", "probabilities", "context", "context_gradients", "score_gradients", "qkv_gradients"]
 
 
@@ -354,6 +381,7 @@ class Rounding:
         gradients: format of the gradients with respect to its outputs; None for ``storage``.
         columnwise: the formats of operands that are read along their columns; None if these are the same.
         attention: the formats of attention's tensors.
+        by_role: returns the rounding of a linear layer in a module; None if it is this one in all of them.
         parts: which roundings are applied. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
             operands. ``attention`` stands for those of the operands of attention's batched GEMMs and of its scores, and
             ``storage`` for other stored results: of linear layers, of attention, of sums, and of the module.
@@ -365,12 +393,14 @@ class Rounding:
     gradients: Format | None = None
     columnwise: Operands | None = None
     attention: AttentionFormats = AttentionFormats()
+    by_role: Callable[[Role], Rounding] | None = None
     parts: frozenset[Part] = PARTS
 
     @property
     def quantizes(self) -> bool:
         """Whether it is a recipe's."""
-        return any(isinstance(one, (Quantized, Requantized)) for one in (self.inputs, self.weights, self.gradients))
+        operands = self.inputs, self.weights, self.gradients
+        return self.by_role is not None or any(isinstance(one, (Quantized, Requantized)) for one in operands)
 
     @property
     def scales_whole_weights(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.numerics.formats import Format, Quantized, Rounding, tf32, tf32_truncated
+from parity.numerics.formats import Format, Quantized, Recast, Rounding, tf32, tf32_truncated
 from parity.settings import PRECISION_NAMES
 
 # Things that TransformerEngine's kernels on a GPU may do, and that the CPU kernels do not do by default.
@@ -29,8 +29,9 @@ SPLIT_K_IN_OUTPUT_TYPE = "split-k-in-output-type"
 ATTENTION_16_BIT_SUMS = "attention-16-bit-sums"
 MX_25_BIT = "mx-25-bit"
 SUMS_25_BIT = "sums-25-bit"
-# What no option of the CPU kernels chooses: attention's results are cast by one scale, and what reads them casts them
-# by a slightly larger or smaller one, so that all are rounded the same way. Delayed scaling keeps a history of each.
+# What no option of the CPU kernels chooses: the gradients of queries, keys and values are cast by one scale, and by
+# the next layer by a slightly larger or smaller one, so that all are rounded the same way, since delayed scaling keeps
+# a history for each. On the CPU kernels, a Llama layer's gradients leaned by -6.1 to +5.8 % in three seeds.
 RECAST_UP = "recast-up"
 RECAST_DOWN = "recast-down"
 
@@ -222,7 +223,10 @@ def biased_kernels(rounding: Rounding) -> tuple[str, ...]:
 
 def as_kernels_lean(rounding: Rounding) -> str:
     """Return the words of a note that say which leaning errors are granted."""
-    return f"in the direction in which kernels with {' or '.join(biased_kernels(rounding))} change it"
+    names = [name for name in biased_kernels(rounding) if name not in (RECAST_UP, RECAST_DOWN)]
+    if len(names) < len(biased_kernels(rounding)):
+        names.append("scales of two histories, by which gradients of queries, keys and values are cast,")
+    return f"in the direction in which kernels with {' or '.join(names)} change it"
 
 
 def noisy_sums(rounding: Rounding) -> tuple[str, ...]:
@@ -233,9 +237,8 @@ def noisy_sums(rounding: Rounding) -> tuple[str, ...]:
 def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:
     """Return the rounding with the formats in which these kernels read operands."""
     if RECAST_UP in kernels or RECAST_DOWN in kernels:
-        now, is_up = rounding.attention, RECAST_UP in kernels
-        context, gradients = (_recast(one, is_up) for one in (now.context, now.qkv_gradients))
-        return replace(rounding, attention=replace(now, context=context, qkv_gradients=gradients))
+        gradients = _lean(rounding.attention.qkv_gradients, RECAST_UP in kernels)
+        return replace(rounding, attention=replace(rounding.attention, qkv_gradients=gradients))
     if TF32_TRUNCATED not in kernels:
         return rounding
     formats = (rounding.inputs, rounding.weights, rounding.gradients)
@@ -243,13 +246,13 @@ def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:
     return replace(rounding, inputs=inputs, weights=weights, gradients=gradients)
 
 
-def _recast(stored: Format | None, is_up: bool) -> Format | None:
-    """Return a format whose numbers, read by their own amax, are all rounded up, or all down."""
-    if not isinstance(stored, Quantized):
+def _lean(stored: Format | None, is_up: bool) -> Format | None:
+    """Return a format whose numbers are all rounded up the second time, or all down."""
+    if not isinstance(stored, Recast):
         return stored
-    # Twice the largest number's distance to the next, of which half is as far as it may lie from where it is rounded.
-    by = {"E4M3": 1 / 32, "E5M2": 1 / 16}.get(stored.numbers, 0.0)
-    return replace(stored, headroom=2.0 * (1.0 - by) if is_up else 1.0 + by)
+    # Normal numbers lean by 6 % at most with E5M2's two bits of mantissa, with E4M3's three by 3 %.
+    leans_by = {"E4M3": 1 / 32, "E5M2": 1 / 16}[stored.to_format.numbers]
+    return replace(stored, gain=1.0 + leans_by if is_up else 1.0 - leans_by)
 
 
 def in_stored_parts(left: Tensor, right: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor | None:

@@ -40,7 +40,7 @@ from parity.numerics.aten import (
     addresses,
 )
 from parity.numerics.blocked_attention import Arithmetic, as_it_is
-from parity.numerics.formats import AttentionPart, Rounding
+from parity.numerics.formats import AttentionPart, Role, Rounding, largest
 from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, KinkSides, jumps
 from parity.numerics.golden import in_blocks_and_one_by_one
 from parity.numerics.kernel_choices import (
@@ -93,7 +93,9 @@ class Attention:
         # Probabilities, and the softmax that they come from.
         self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
         self._score_gradients: dict[int, Tensor] = {}  # by address, a softmax's gradient and multiples of it
-        self._qkv: dict[int, Tensor] = {}
+        # By address: queries, keys and values, and the amax of those that are cast to FP8 together.
+        self._qkv: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._amax: Tensor | None = None  # of the queries and keys that were multiplied last
         self._uncast: dict[int, Tensor] = {}  # gradients of queries, keys and values that are yet to be cast to FP8
         self._scores: dict[int, Tensor] = {}  # kept until the softmax
         self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # kept as long: biased scores, scores, bias
@@ -162,12 +164,25 @@ class Attention:
         """Return the two operands as the GEMM reads them."""
         if not self._phase.backward:
             is_context = address(left) in self._probabilities
-            self._qkv.update((address(x), x) for x in ((right,) if is_context else (left, right)))
+            self._note_qkv((right,) if is_context else (left, right), self._amax if is_context else None)
             if is_context:
                 _, softmax = self._probabilities[address(left)]
-                return self._store_probabilities(left, softmax), self._storing.in_attention(right, "qkv")
-        left, right = (self._storing.in_attention(x, self._classify(address(x))) for x in (left, right))
-        return left, right
+                return self._store_probabilities(left, softmax), self._read_tensor(right, -2)
+        return self._read_tensor(left, -1), self._read_tensor(right, -2)
+
+    def _note_qkv(self, tensors: tuple[Tensor, ...], before: Tensor | None) -> None:
+        """Note queries and keys, or values, which TE casts to FP8 by one scale: ``combine_and_quantize``.
+
+        Values come after the product of queries and keys, whose scale they no longer change here.
+        """
+        if self._storing.rounding.attention.qkv is not None:
+            amaxes = [largest(x) for x in tensors] + ([] if before is None else [before])
+            self._amax = torch.stack(amaxes).max()
+        self._qkv.update((address(x), (x, self._amax)) for x in tensors)
+
+    def _read_tensor(self, x: Tensor, dim: int) -> Tensor:
+        part = self._classify(address(x))
+        return self._storing.in_attention(x, part, dim, self._qkv[address(x)][1] if part == "qkv" else None)
 
     def cast_gradients(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
         """Cast the gradients of queries, keys and values that a call reads to FP8; return what it computes of them.
@@ -194,7 +209,7 @@ class Attention:
         """Cast these gradients to FP8, by default all that have not been cast."""
         for at in dict(self._uncast if held is None else held):
             whole = self._uncast.pop(at)
-            whole.copy_(self._storing.in_attention(whole, "qkv_gradients"))
+            self._storing.cast_in_place(whole, "qkv_gradients")
 
     def _hold_gradient(self, gradient: Tensor) -> Tensor:
         """Return a gradient of queries, keys or values as it is stored; one in FP8 is cast when it is read."""
@@ -306,6 +321,7 @@ def rounded(
     freedom: Freedom = FUSED_POINTWISE,
     scaled_together: Iterable[Sequence[Tensor]] = (),
     plain: Iterable[Tensor] = (),
+    roles: Iterable[tuple[Tensor, Role]] = (),
     kinks: KinkSides | None = None,
     weights_read: OperandsRead | None = None,
     choices: Choices | None = None,
@@ -321,6 +337,7 @@ def rounded(
         scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection, which then
             share the scale of a whole tensor.
         plain: weights whose linear layers are not TE's modules, so that their GEMMs read all operands as stored.
+        roles: weights and the roles of TE's modules that hold them.
         kinks: records the values that decide gradients at kinks, and moves them; None for neither.
         weights_read: the operands that other passes with the same rounding read of the same weights; those of this pass
             are added.
@@ -332,7 +349,8 @@ def rounded(
         The phase, which must be told when the backward pass begins.
     """
     storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored())
-    mode = _RoundingMode(storing, weights, scaled_together, plain, kinks, weights_read or OperandsRead(), choices, past)
+    read = weights_read or OperandsRead()
+    mode = _RoundingMode(storing, weights, scaled_together, plain, roles, kinks, read, choices, past)
     with (
         sdpa_kernel(SDPBackend.MATH),
         mode.steps.watched(),
@@ -353,6 +371,7 @@ class _RoundingMode(TorchDispatchMode):
         weights: Iterable[Tensor] | None,
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
+        roles: Iterable[tuple[Tensor, Role]],
         kinks: KinkSides | None,
         weights_read: OperandsRead,
         choices: Choices | None,
@@ -368,7 +387,7 @@ class _RoundingMode(TorchDispatchMode):
         self._attention = Attention(storing, self.phase)
         outside_te = list(plain)
         self._linear = LinearOperands(
-            storing, self.phase, self._norms, held, scaled_together, outside_te, weights_read, past
+            storing, self.phase, self._norms, held, scaled_together, outside_te, roles, weights_read, past
         )
         self._lineage = None if weights is None else Lineage(held)
         self._plain_lineage = Lineage(outside_te)

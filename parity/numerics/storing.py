@@ -23,6 +23,7 @@ from parity.numerics.formats import (
     Format,
     OperandPart,
     Part,
+    Role,
     Rounding,
     is_alike_both_ways,
     is_exact,
@@ -86,6 +87,8 @@ class Storing:
         self._roundoff = torch.finfo(rounding.storage).eps / 2
         self._noise: torch.Generator | None = None
         self._stored = stored
+        # By address: results that attention has cast, and the amaxes that their scales come from.
+        self.amaxes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def store(self, x: Tensor, part: Part = "storage") -> Tensor:
         """Return ``x`` as ``Rounding.store_part`` does, with the freedom's noise except on weights."""
@@ -105,17 +108,38 @@ class Storing:
         """Return ``x`` as ``store`` does, or unchanged if it is stored already."""
         return x if self.is_stored(x) else self.store(x, part)
 
-    def in_attention(self, x: Tensor, part: AttentionPart) -> Tensor:
-        """Return one of attention's tensors as its GEMMs read it, or as it is stored."""
+    def in_attention(self, x: Tensor, part: AttentionPart, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+        """Return one of attention's tensors as its GEMMs read it, or as it is stored.
+
+        Args:
+            x: ``[..., rows, columns]``.
+            part: which of attention's tensors it is.
+            dim: the dimension that a GEMM sums over, -1 or -2.
+            amax: what a scale of the whole tensor comes from; None for the tensor's own.
+        """
         to_format = getattr(self.rounding.attention, part) if "attention" in self.rounding.parts else None
         if part in ("context", "qkv_gradients"):  # results, which a GEMM has in FP32
-            return self.store(x if to_format is None else self._cast(x, to_format))
+            stored = self.store(x if to_format is None else self._cast(x, to_format))
+            if to_format is not None:
+                self.amaxes[address(stored)] = stored, largest(x) * to_format.gain
+            return stored
         if part not in ("probabilities", "score_gradients") or to_format is None:
             x = self.operand(x, "attention")
-        return x if to_format is None else self._cast(x, to_format)
+        if to_format is None:
+            return x
+        if getattr(to_format, "along", 0):  # blocks are those of a matrix
+            rows = x.transpose(-1, dim).flatten(0, -2)
+            return self._cast(rows, to_format).view(x.transpose(-1, dim).shape).transpose(-1, dim)
+        return self._cast(x, to_format, amax)
 
-    def _cast(self, x: Tensor, to_format: Format) -> Tensor:
-        return self.dithered_operand(x, to_format, -1, None) if self.freedom.dithers else to_format(x)
+    def cast_in_place(self, x: Tensor, part: AttentionPart) -> None:
+        """Cast a result of attention's in its own memory."""
+        cast = self.in_attention(x, part)
+        _, amax = self.amaxes.pop(address(cast))
+        self.amaxes[address(x)] = x.copy_(cast), amax
+
+    def _cast(self, x: Tensor, to_format: Format, amax: Tensor | None = None) -> Tensor:
+        return self.dithered_operand(x, to_format, -1, amax) if self.freedom.dithers else to_format(x, amax=amax)
 
     def is_stored(self, x: Tensor) -> bool:
         """Return whether storing a tensor would not change it."""
@@ -403,7 +427,7 @@ class LinearOperands:
         phase: the pass's phase.
         norms: the norms that the pass has seen.
         weights: the model's parameters.
-        scaled_together, plain, weights_read, past: as for ``rounded``.
+        scaled_together, plain, roles, weights_read, past: as for ``rounded``.
     """
 
     def __init__(
@@ -414,6 +438,7 @@ class LinearOperands:
         weights: Sequence[Tensor],
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
+        roles: Iterable[tuple[Tensor, Role]],
         weights_read: OperandsRead,
         past: PastAmaxes | None = None,
     ) -> None:
@@ -423,16 +448,22 @@ class LinearOperands:
         self._stacks = {address(weight): len(weight) for weight in weights if weight.dim() == 3 and len(weight) > 1}
         self._read_by_experts: set[int] = set()  # addresses of inputs
         self._scaled_together = {address(weight): group for group in scaled_together for weight in group}
-        self._plain = {address(weight) for weight in plain}
-        self._read_plainly: dict[int, set[int]] = defaultdict(set)  # plain layers' output channels, by inputs' address
-        self._gradient: tuple[Tensor, bool] | None = None  # last multiplied by a weight, and whether by a plain layer's
+        # Layers that round otherwise than the rest, plain ones first: by their weights' addresses, by their inputs'
+        # and their number of output channels, and the gradient that was last multiplied by a weight.
+        self._plain_rounding = Rounding(storing.rounding.storage)
+        self._own = {address(weight): self._plain_rounding for weight in plain}
+        if storing.rounding.by_role is not None:
+            self._own = {address(one): storing.rounding.by_role(role) for one, role in roles} | self._own
+        self._own_of_inputs: dict[int, dict[int, Rounding]] = defaultdict(dict)
+        self._gradient: tuple[Tensor, Rounding | None] | None = None
         self._inputs: dict[int, Tensor] = {}  # by address; kept, so that no address is reused
         self._read, self._weights_read = OperandsRead(), weights_read
         self.is_plain = False  # whether the operands that were read last are a plain layer's
 
     def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the operands as the GEMM reads them, summing over left's last dimension and right's last but one."""
-        self.is_plain = bool(self._plain) and self._are_plain(left, right)
+        own = self._find_own(left, right) if self._own else None
+        self.is_plain = own is not None and own is self._plain_rounding
         if self.is_plain:
             return (
                 self._storing.operand(left, self._classify_operand(left)),
@@ -442,7 +473,8 @@ class LinearOperands:
             self._past.note(left, right, self._phase.backward)
             self._past.note(right, left, self._phase.backward)
         is_wgrad = self._phase.backward and not {address(left), address(right)} & self._weights
-        return self._read_operand(left, 1, is_wgrad), self._read_operand(right, 0, is_wgrad)
+        rounding = own or self._storing.rounding
+        return self._read_operand(left, 1, is_wgrad, rounding), self._read_operand(right, 0, is_wgrad, rounding)
 
     def are_of_experts(self, left: Tensor, right: Tensor) -> bool:
         """Return whether a batched GEMM is a linear layer per expert, with weights in one tensor ``[experts, ...]``."""
@@ -453,29 +485,30 @@ class LinearOperands:
             return True
         return self._phase.backward and bool(operands & self._read_by_experts)
 
-    def _are_plain(self, left: Tensor, right: Tensor) -> bool:
-        """Return whether the operands are a plain layer's: one is its weight, or the product is its gradient."""
+    def _find_own(self, left: Tensor, right: Tensor) -> Rounding | None:
+        """Return a layer's rounding if it has its own: one operand is its weight, or the product is its gradient."""
         operands = {address(left), address(right)}
-        is_plain = bool(operands & self._plain)
+        own = next((self._own[at] for at in operands if at in self._own), None)
         if self._phase.backward and operands & self._weights:
-            self._gradient = left, is_plain
-        elif is_plain:
-            self._read_plainly[address(left)].add(right.shape[-1])
+            self._gradient = left, own
+        elif own is not None:
+            self._own_of_inputs[address(left)][right.shape[-1]] = own
         elif self._phase.backward and self._gradient is not None and address(self._gradient[0]) == address(left):
             return self._gradient[1]  # autograd multiplies a result's gradient by the weight, and then by the input
-        # Other layers may read the same inputs. The gradient of the plain layer's result has as many channels as it.
-        return is_plain or (self._phase.backward and left.shape[-2] in self._read_plainly.get(address(right), ()))
+        # Other layers may read the same inputs. The gradient of this layer's result has as many channels as it.
+        is_gradient = own is None and self._phase.backward
+        return self._own_of_inputs.get(address(right), {}).get(left.shape[-2]) if is_gradient else own
 
-    def _read_operand(self, x: Tensor, dim: int, is_wgrad: bool) -> Tensor:
+    def _read_operand(self, x: Tensor, dim: int, is_wgrad: bool, rounding: Rounding) -> Tensor:
         if is_matrix(x):
-            return self._matrix_operand(x.reshape(x.shape[-2:]), x, dim, is_wgrad).reshape(x.shape)
-        return torch.stack([self._matrix_operand(matrix, x, dim, is_wgrad) for matrix in x])
+            return self._matrix_operand(x.reshape(x.shape[-2:]), x, dim, is_wgrad, rounding).reshape(x.shape)
+        return torch.stack([self._matrix_operand(matrix, x, dim, is_wgrad, rounding) for matrix in x])
 
-    def _matrix_operand(self, matrix: Tensor, whole: Tensor, dim: int, is_wgrad: bool) -> Tensor:
+    def _matrix_operand(self, matrix: Tensor, whole: Tensor, dim: int, is_wgrad: bool, rounding: Rounding) -> Tensor:
         """Return a matrix of the whole tensor as a GEMM reads it. Each expert's matrix counts as a separate tensor."""
         part = self._classify_operand(whole)
         is_columnwise = is_wgrad or (self._phase.backward and part == "weights")
-        to_format = self._storing.rounding.operand_format(part, is_columnwise)
+        to_format = rounding.operand_format(part, is_columnwise)
         is_rotated = getattr(to_format, "rotated", False)
         self._place += 1
         place = self._place
@@ -496,7 +529,7 @@ class LinearOperands:
 
         if is_rotated or self._storing.freedom.jitter is not None or whole.is_inference():
             return read(matrix, dim)
-        is_along_dim = not is_alike_both_ways(to_format) or self._storing.rounding.columnwise is not None
+        is_along_dim = not is_alike_both_ways(to_format) or rounding.columnwise is not None
         operands = self._weights_read if part == "weights" else self._read
         return operands.read(matrix, whole._version, dim, read, is_along_dim, part != "gradients")
 
@@ -512,6 +545,8 @@ class LinearOperands:
     def _find_amax(self, x: Tensor) -> Tensor | None:
         """Return the amax that a tensor's scale comes from, or None for that of the stored values."""
         rounding, freedom = self._storing.rounding, self._storing.freedom
+        if address(x) in self._storing.amaxes:
+            return self._storing.amaxes[address(x)][1]
         group = self._scaled_together.get(address(x))
         if group is not None:
             return torch.stack([largest(rounding.store_part(weight.detach(), "weights")) for weight in group]).max()

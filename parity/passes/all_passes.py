@@ -253,13 +253,15 @@ def under_model(
     parameters = dict(prepared.reference.named_parameters())
     is_spared = rounding.quantizes  # without a recipe, TE's modules read FP32 as TF32 as always
     plain = [parameters[name] for name in prepared.outside_te | (prepared.unquantized if is_spared else frozenset())]
+    roles = [(parameters[name], role) for name, role in prepared.roles.items()]
     together = _scaled_together(prepared.weights, parameters)
     # If one tensor holds the weights of several experts, each expert has an amax of its own.
     prepared.past.names = {address(one): name for name, one in parameters.items() if one.dim() == 2}
     prepared.past.held = {address(parameters[name]) for name in prepared.quantized}
     read = _weights_read(prepared, as_read(rounding, freedom.kernels))
     choices = choices or following(prepared, rounding)
-    return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices, stored, prepared.past)
+    rest = kinks, read, choices, stored, prepared.past
+    return rounded(rounding, parameters.values(), freedom, together, plain, roles, *rest)
 
 
 def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:

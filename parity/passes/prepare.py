@@ -24,10 +24,16 @@ from parity.case import transfer
 from parity.case.case import Case, Pair, Rng, draw_inputs
 from parity.case.formats import checked_formats
 from parity.case.map_check import untied
-from parity.case.validate import CheckedSize, parameters_kept_unquantized, parameters_outside_te
+from parity.case.validate import (
+    CheckedSize,
+    parameters_kept_unquantized,
+    parameters_outside_te,
+    roles_of_parameters,
+)
 from parity.case.weight_map import WeightMap, linear_part, names
 from parity.case.weight_map import names as names_in
 from parity.machine import devices
+from parity.numerics.formats import Role
 from parity.numerics.freedom import Made
 from parity.numerics.golden import golden_device, in_fp64
 from parity.numerics.storing import PastAmaxes
@@ -374,6 +380,7 @@ class Prepared:
         probed: golden outputs for ``probe``, in FP64.
         lookups: the lookups in embedding tables on the probing inputs.
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
+        roles: the roles of TE's modules that hold the others, by name, if TE knows roles.
         unquantized: names of the reference's parameters in TE modules that the pair asks to quantize nothing.
         formats: the formats that the pair asks for, by patterns of modules' names.
         unlike: the candidate's parameters that differ from what the map gives, by name.
@@ -403,6 +410,7 @@ class Prepared:
     probed: dict[str, Tensor]
     lookups: Lookups
     outside_te: frozenset[str]
+    roles: Mapping[str, Role] = field(default_factory=dict)
     unquantized: frozenset[str] = frozenset()
     formats: Mapping[str, str] = field(default_factory=dict)
     unlike: dict[str, Tensor] = field(default_factory=dict)
@@ -584,11 +592,12 @@ def _prepare_case(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: in
         on_device(probed, kernels.device),
         lookups,
         parameters_outside_te(pair),
+        roles_of_parameters(pair),
         parameters_kept_unquantized(pair),
         checked_formats(pair.formats),
         held.unlike,
         apart,
-        pair.evaluation,
+        evaluation=pair.evaluation,
         cache=cache,
     )
 

@@ -493,6 +493,18 @@ def parse_precisions(text: str, option: str = "--precision") -> tuple[str, ...] 
     return name_precisions(names, option)
 
 
+def parse_precision(text: str) -> str:
+    """Return the name of the one precision that ``--precision`` names.
+
+    Raises:
+        UserError: if it is unknown, or if there are several.
+    """
+    names = parse_precisions(text)
+    if names is None or len(names) != 1:
+        raise UserError(f"--precision is {text!r}, but must name one precision")
+    return names[0]
+
+
 def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
     """Read seeds: ``20`` means 0 to 19, ``0,3,7`` these three, ``3,`` only 3, ``0`` only 0, ``100-149`` a range.
 

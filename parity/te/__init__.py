@@ -176,7 +176,9 @@ class Precision:
             return self.recipe()
         except Exception as error:
             where = f" ({self.source})" if self.source else ""
-            raise UserError(f"the recipe {self.name}{where} raised {type(error).__name__}: {error}") from error
+            told = error.errors() if hasattr(error, "errors") else ()  # TE's recipes are checked by pydantic
+            reason = "; ".join(each["msg"] for each in told) or f"{type(error).__name__}: {error}"
+            raise UserError(f"the recipe {self.name}{where} is refused: {reason}") from error
 
     @cached_property
     def rounding(self) -> Rounding:
@@ -203,8 +205,9 @@ class Precision:
         """Return what follows from the recipe's quantizers, which TE makes and so must be loaded."""
         if "transformer_engine.pytorch" not in sys.modules:
             kernels()
+        recipe = self.new_recipe()
         try:
-            return derive(self.new_recipe(), *arguments)
+            return derive(recipe, *arguments)
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
 

@@ -6,35 +6,48 @@ quantizers are TE's is a precision. Sources: ``pytorch/quantization.py`` and ``p
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import importlib
-import math
+import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from parity.numerics.formats import AttentionFormats, Format, Operands, Quantized, Requantized, Rounding
+from parity.numerics.formats import AttentionFormats, Format, Operands, Quantized, Recast, Requantized, Role, Rounding
 from parity.user_error import UserError
 
 # From the finest format to the coarsest: whoever has a coarse operand has its error.
-_APART = math.sqrt(2.0)  # where the numbers of one grid lie between those of another
 _FAMILIES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 
-def derive_rounding(recipe: Any, dtype: torch.dtype, module_type: str = "linear", name: str = "") -> Rounding:
-    """Return what a faithful kernel rounds in a module under a recipe.
+def derive_rounding(recipe: Any, dtype: torch.dtype) -> Rounding:
+    """Return what a faithful kernel rounds under a recipe.
 
     Args:
         recipe: an object of a class of ``transformer_engine.common.recipe``.
         dtype: the dtype of what is not quantized.
-        module_type, name: the module's, as its ``QuantizerRole`` says them.
 
     Raises:
         UserError: if a quantizer is not one of TE's.
     """
-    inputs, weights, _ = _ask_for_quantizers(recipe, "forward", module_type, name)
-    gradients, _ = _ask_for_quantizers(recipe, "backward", module_type, name)
+    derived = _derive_in_module(recipe, dtype, ("linear", ""))
+    if hasattr(recipe, "qfactory"):  # which may tell modules apart
+        derived = replace(derived, by_role=functools.cache(partial(_derive_in_module, recipe, dtype)))
+    return derived
+
+
+def _derive_in_module(recipe: Any, dtype: torch.dtype, role: Role) -> Rounding:
+    """Return what a faithful kernel rounds in a module of this role.
+
+    Raises:
+        UserError: if a quantizer is not one of TE's.
+    """
+    inputs, weights, _ = _ask_for_quantizers(recipe, "forward", *role)
+    gradients, _ = _ask_for_quantizers(recipe, "backward", *role)
     (x, x_columns), (w, w_columns), (g, g_columns) = (read_formats(q, dtype) for q in (inputs, weights, gradients))
     # Source: _linear_forward_impl and _linear_backward of pytorch/module/linear.py.
     override = getattr(recipe, "backward_override", None)  # TE 2.17 and newer
@@ -49,30 +62,66 @@ def derive_rounding(recipe: Any, dtype: torch.dtype, module_type: str = "linear"
 
 
 def _derive_attention(recipe: Any) -> AttentionFormats:
-    """Return the formats of attention in FP8 with a scale a tensor, which cuDNN's fused kernels compute.
+    """Return the formats of attention in FP8, which cuDNN's fused kernels compute.
 
-    With delayed scaling they cast their results as well; with current scaling these stay in the dtype. Source:
+    With MXFP8, no step inside the kernel is cast. With a scale a tensor, probabilities and gradients of scores are, and
+    with delayed scaling also the results. Source:
     _fused_attn_forward_impl and _fused_attn_backward_impl of pytorch/attention/dot_product_attention/backends.py, and
     common/fused_attn/fused_attn_fp8.cu.
 
     Raises:
-        UserError: for formats whose scales are not a tensor's.
+        UserError: for other formats.
     """
     inputs = _ask_for_quantizers(recipe, "forward", "dpa", "", ("qkv", "s"))
     gradients = _ask_for_quantizers(recipe, "backward", "dpa", "", ("do", "dp"))
     read = [read_formats(one, torch.bfloat16)[0] for one in (*inputs, *gradients)]
-    formats = [one for one in read if isinstance(one, Quantized) and not one.along]
-    if len(formats) < len(read):
+    formats = [one for one in read if isinstance(one, Quantized) and one.numbers != "E2M1" and one.along in (0, 32)]
+    if len(formats) < len(read) or len({one.along for one in formats}) > 1:
         raise UserError(
-            f"{type(recipe).__name__} with attention in FP8: parity has a rounding model of attention with a scale a "
-            "tensor alone, as delayed and current scaling have it; leave fp8_dpa and fp8_mha out to compare the rest"
+            f"{type(recipe).__name__} with attention in FP8: parity has rounding models of attention with a scale a "
+            "tensor and of MXFP8; leave fp8_dpa and fp8_mha out to compare the rest"
         )
     qkv, probabilities, context_gradients, score_gradients = formats
+    if qkv.along:
+        return AttentionFormats(qkv=qkv, context_gradients=context_gradients)
     context, qkv_gradients = None, None
     if type(inputs[0]).__name__ == "Float8Quantizer":
-        # The next GEMM casts results once more, by a scale from another history. So the grids of the two may differ.
-        context, qkv_gradients = (dataclasses.replace(one, headroom=_APART) for one in (qkv, context_gradients))
+        context, qkv_gradients = Recast(qkv), Recast(context_gradients)
     return AttentionFormats(qkv, probabilities, context, context_gradients, score_gradients, qkv_gradients)
+
+
+_ROLES = tuple((kind, name) for kind in ("linear", "grouped_linear") for name in ("", "qkv", "proj", "fc1", "fc2"))
+
+
+def round_alike(one: Rounding, other: Rounding) -> bool:
+    """Return whether two recipes round alike, as far as modules of the usual names tell."""
+    if replace(one, by_role=None) != replace(other, by_role=None):
+        return False
+    if one.by_role is None or other.by_role is None:
+        return one.by_role is other.by_role
+    return all(one.by_role(role) == other.by_role(role) for role in _ROLES)
+
+
+def list_roles(module: nn.Module) -> dict[str, Role]:
+    """Return the roles under which a module of TE's asks for quantizers of its own weights, by their names.
+
+    TE's versions before 2.17 know no roles. A module with several GEMMs names each role after its weight.
+    """
+    ask = getattr(module, "get_quantizer_roles", None)
+    weights = [name for name, one in module.named_parameters(recurse=False) if one.dim() > 1]
+    if ask is None or not weights:
+        return {}
+    is_operation = "mode" in inspect.signature(ask).parameters
+    roles = (ask("forward") if is_operation else ask(fwd=True, num_quantizers=_SLOTS)) or []
+    found = [role for role in roles if role is not None and role.tensor_type == "weight"]
+    if not found:
+        return {}
+    chosen = {}
+    for name in weights:
+        prefix = name.partition("_")[0]
+        own = [role for role in found if role.name.rpartition(".")[2] == prefix] or found
+        chosen[name] = own[0].module_type, own[0].name
+    return chosen
 
 
 def has_delayed_scales(recipe: Any) -> bool:
@@ -109,6 +158,7 @@ def _split_format(to_format: Format | None) -> Iterator[Quantized]:
         yield from _split_format(to_format.then)
 
 
+_SLOTS = 6  # of two GEMMs, the most that a module of TE's has: input, weight and output of each
 _TENSORS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
 
 
@@ -158,7 +208,7 @@ def read_formats(quantizer: Any, dtype: torch.dtype) -> tuple[Format | None, For
     if read is not None:
         both = read(quantizer)
         rotates = getattr(quantizer, "with_rht", False)  # only what the weight's gradient reads
-        return both, dataclasses.replace(both, rotated=True) if rotates else both
+        return both, replace(both, rotated=True) if rotates else both
     if kind.__name__ == "IdentityQuantizer":
         return None, None
     if kind.__name__ == "HybridQuantizer":

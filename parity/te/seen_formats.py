@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-from parity.numerics.formats import Quantized, describe_format
-from parity.result import ModuleFormats
-from parity.te.recipes import read_formats
+from parity.numerics.formats import Quantized, Role, describe_format
+from parity.result import OR, ModuleFormats
+from parity.te.recipes import list_roles, read_formats
 from parity.te.state import is_quantized
 
 NAME_MARK = "_parity_name"
@@ -48,11 +48,23 @@ _ORDER = ("fprop", "dgrad", "wgrad", "attention")
 
 
 class SeenFormats:
-    """The formats of the operands of all GEMMs in a context, by module and operand."""
+    """The formats of the operands of all GEMMs in a context, by module and operand.
+
+    Attributes:
+        roles: by module, the roles under which it asks a recipe for quantizers.
+    """
 
     def __init__(self) -> None:
+        self.roles: dict[str, set[Role]] = defaultdict(set)
         self._seen: dict[str, dict[str, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
         self._known: set[Hashable] = set()  # operands that were looked at, since most calls repeat an earlier one
+
+    def of(self, candidate: nn.Module) -> None:
+        """Note the roles of a candidate's modules, which have their names already."""
+        for part in candidate.modules():
+            name = _name_module(part)
+            if name is not None:
+                self.roles[name].update(list_roles(part).values())
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -79,7 +91,7 @@ class SeenFormats:
         rows: dict[tuple[tuple[str, str], ...], list[str]] = defaultdict(list)
         for module, operands in self._seen.items():
             ordered = sorted(operands.items(), key=lambda entry: _ORDER.index(entry[0].partition(" ")[0]))
-            rows[tuple((operand, ", or ".join(found)) for operand, found in ordered if found)].append(module)
+            rows[tuple((operand, OR.join(found)) for operand, found in ordered if found)].append(module)
         return tuple(ModuleFormats(tuple(sorted(modules)), dict(row)) for row, modules in rows.items())
 
     def _watch_gemm(self, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity.numerics.aten import NO_BACKWARD
 from parity.shown import few_of
-from parity.te.recipes import derive_rounding
+from parity.te.recipes import derive_rounding, round_alike
 from parity.trace.whose import is_of_te, line_running
 from parity.user_error import UserError
 
@@ -97,7 +97,7 @@ def _refuse_without_model(given: dict[str, Any]) -> None:
         return
     own = derive_rounding(recipe, torch.bfloat16)
     known = (each.rounding for each in PRECISIONS.values() if each.recipe is not None)
-    if all(own != replace(rounding, storage=own.storage) for rounding in known):
+    if not any(round_alike(own, replace(rounding, storage=own.storage)) for rounding in known):
         arguments = ", ".join(
             f"{each.name}={getattr(recipe, each.name)}"
             for each in dataclasses.fields(recipe)

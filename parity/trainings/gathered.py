@@ -41,7 +41,7 @@ def given_of(case: Case, request: Request, checked: CheckedSize, prepared: Prepa
         AsItIs(case) if _is_rank() else source_of(case),
         made,
         checked,
-        request.precision.name,
+        request.precision.source or request.precision.name,
         request.seed,
         request.kernels.backend,
         request.attention,

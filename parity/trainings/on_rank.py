@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from parity import te
 from parity.case.case import Pair, signed_as_call
 from parity.case.patterns import expanded_names
+from parity.case.recipes import find_precision
 from parity.case.source import AsItIs, FromFile
 from parity.case.training import distance_of_part, distance_to_targets
 from parity.case.validate import CheckedSize
@@ -42,7 +43,7 @@ from parity.ranks.layout import (
     whole_shape,
 )
 from parity.result import Switch
-from parity.te import PRECISIONS, Backend, Kernels, Precision
+from parity.te import Backend, Kernels, Precision
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.state import Kept, check, fresh_caches, fresh_quantization, moved, settled
 from parity.trace.digests import Drop, Switched, recorded, switched_off
@@ -64,7 +65,7 @@ class Given:
         source: where the case comes from.
         made: how many ranks there are, by axis.
         checked: the size.
-        precision: the precision's name.
+        precision: the precision's name, or its source if a file of a user's declares it.
         seed: the seed.
         backend: TE's kernels.
         attention: the attention backend that TE is to run; None for its own choice.
@@ -128,7 +129,7 @@ def pass_on_rank(given: Given) -> OnRank:
     Raises:
         UserError: if the candidate's parameters or outputs are not the parts that the pair says.
     """
-    kernels, precision, made = te.kernels(given.backend), PRECISIONS[given.precision], given.made
+    kernels, precision, made = te.kernels(given.backend), find_precision(given.precision), given.made
     ranks = joined(made)
     place = made.place(ranks.world.rank)
     with usual_modes(), attention_backends(given.attention) as seen, warnings.catch_warnings():
@@ -379,7 +380,7 @@ def steps_on_rank(given: GivenSteps) -> list[StepOnRank]:
             what ``Trainee.step`` requires.
     """
     one = given.given
-    kernels, precision = te.kernels(one.backend), PRECISIONS[one.precision]
+    kernels, precision = te.kernels(one.backend), find_precision(one.precision)
     ranks = joined(one.made)
     with usual_modes(), attention_backends(one.attention), warnings.catch_warnings(), ExitStack() as resuming:
         warnings.simplefilter("ignore")  # each rank would repeat the same warnings

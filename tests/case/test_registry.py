@@ -112,7 +112,7 @@ def test_a_function_typed_again_in_a_notebook_replaces_the_case():
         ("mlp", {"ranks": [{"tp": 2}]}, "declared with ranks=, so its function needs a parameter of that name"),
         ("mlp", {"precisions": ["bf61"]}, "unknown precision 'bf61' in precisions; did you mean bf16?"),
         ("mlp", {"precisions": ["int3", "bf16"]}, "unknown precision 'int3' in precisions; there are fp32, bf16"),
-        ("mlp", {"precisions": "bf16"}, "precisions must be a list of names"),
+        ("mlp", {"precisions": "bf16"}, "precisions must be a list, such as"),
         ("mlp", {"precisions": []}, "precisions is empty"),
         ("mlp", {"marks": "slow"}, "marks must be a list of names"),
         ("mlp", {"marks": ["very slow"]}, "not a valid name of a pytest mark"),

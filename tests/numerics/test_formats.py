@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from parity.numerics import errors
 from parity.numerics.errors import GoldenTensor, difference, in_fp32
 from parity.numerics.formats import (
+    Quantized,
+    Recast,
+    Requantized,
     e4m3,
     e4m3_blocks,
     e4m3_squares,
@@ -128,6 +131,58 @@ def test_what_a_format_holds_it_holds(fmt):
 def test_gaussian_values_lose_what_the_mantissa_says(fmt, low, high):
     x = torch.randn(512, 512)
     assert low < relative(fmt(x, 1), x) < high
+
+
+def test_a_tensors_scale_may_be_a_power_of_two():
+    x = torch.randn(64, 64)
+    scaled = Quantized("E4M3", power_of_two=True)(x)
+    assert torch.equal(scaled, Quantized("E4M3", power_of_two=True)(2 * x) / 2)
+    scale = 2.0 ** math.floor(math.log2(448 / x.abs().max().item()))
+    assert torch.equal(scaled, (x * scale).to(torch.float8_e4m3fn).float() / scale)
+
+
+def test_a_smaller_amax_counts_as_the_least_one():
+    x = torch.full((1, 4), 1e-3)
+    assert torch.equal(Quantized("E4M3", least_amax=1.0)(x), (x * 448).to(torch.float8_e4m3fn).float() / 448)
+    assert torch.equal(Quantized("E4M3", least_amax=1e-4)(x), e4m3(x))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_row_with_a_scale_of_its_own_does_not_see_the_others(dim):
+    by_row, x = Quantized("E2M1", 16, row_scaled=True), torch.randn(64, 48)
+    spoiled = x.clone()
+    spoiled.select(1 - dim, 0).mul_(1e6)
+    before, after = (by_row(one, dim).narrow(1 - dim, 1, 47) for one in (x, spoiled))
+    assert torch.equal(before, after)
+    assert not torch.equal(*(nvfp4_blocks(one, dim).narrow(1 - dim, 1, 47) for one in (x, spoiled)))
+
+
+@pytest.mark.parametrize(("measure", "power"), [("MAE", 1), ("MSE", 2)])
+def test_four_over_six_is_never_worse_than_six_in_a_block(measure, power):
+    x = torch.randn(128, 16)
+    six, chosen = (
+        (Quantized("E2M1", 16, largest_scale=256.0, four_over_six=how)(x, 1) - x).abs().pow(power).sum(1)
+        for how in ("", measure)
+    )
+    assert (chosen <= six * (1 + 1e-6)).all()
+    assert (chosen < 0.99 * six).any()
+
+
+def test_what_is_read_again_was_rounded_along_the_other_dimension_first():
+    x = torch.randn(64, 64)
+    again = Requantized(e4m3_blocks(32), nvfp4_blocks, torch.bfloat16)
+    assert torch.equal(again(x, 0), nvfp4_blocks(e4m3_blocks(32)(x, 1).bfloat16().float(), 0))
+    assert torch.equal(
+        Requantized(e4m3_blocks(32), None, torch.bfloat16)(x, 0), e4m3_blocks(32)(x, 1).bfloat16().float()
+    )
+
+
+def test_a_result_that_is_cast_twice_has_the_errors_of_both():
+    x = torch.randn(512, 512)
+    once, twice = relative(e5m2(x), x), relative(Recast(e5m2)(x), x)
+    assert 1.1 * once < twice < 1.5 * once
+    leaning = Recast(e5m2, gain=1 + 1 / 16)(x)
+    assert torch.allclose(leaning, Recast(e5m2)(x) * (1 + 1 / 16))
 
 
 def test_stochastic_rounding_is_right_on_average():

@@ -456,7 +456,7 @@ def test_a_recipe_is_the_one_that_te_uses_in_the_context(precision, kernels):
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     with precision.autocast(kernels):
-        assert type(FP8GlobalStateManager.get_fp8_recipe()).__name__ == precision.recipe
+        assert FP8GlobalStateManager.get_fp8_recipe() == precision.new_recipe()
     assert not FP8GlobalStateManager.is_fp8_enabled()
 
 
