@@ -447,6 +447,7 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
         recalled=recalled,
         formats=formats.rows,
         misformatted=findings_of_formats(formats.rows, prepared.formats, precision, formats.roles),
+        mixed=describe_mixed(formats.rows, prepared.formats, precision, formats.roles),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         calls_te=checked.has_te or bool(te_called),
         equals="" if quantized else next(name for name, each in PRECISIONS.items() if each.dtype == precision.dtype),
@@ -618,8 +619,7 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     yield from prepared.apart
     not_compared = prepared.golden.not_compared
     compared = tensors, candidate.tensors, prepared.reference, not_compared
-    mixed = describe_mixed(candidate.formats, prepared.formats, precision)
-    is_told = mixed or candidate.misformatted  # what small errors would only suggest
+    is_told = candidate.mixed or candidate.misformatted  # what small errors would only suggest
     recipe = type(precision.new_recipe()).__name__ if precision.recipe and not is_told else None
     yield from remarks(*compared, precision.dtype, recipe, log_probs)
     golden = golden_tensors(prepared)
@@ -631,7 +631,7 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     yield from left_unproven(tensors, not prepared.evaluation)
     changed = prepared.golden.changed_inputs, candidate.changed_inputs
     not_te = "" if candidate.calls_te else WITHOUT_TE
-    yield from filter(None, [effects.by_reference_alone(*changed), not_te, mixed])
+    yield from filter(None, [effects.by_reference_alone(*changed), not_te, candidate.mixed])
 
 
 # The search for the cause of a failure.

@@ -45,11 +45,7 @@ def findings_of_formats(
     for row in seen if formats else ():
         for module in row.modules:
             asked = asked_format(formats, module)
-            rounding = PRECISIONS.get(asked or "", precision).rounding
-            of_role, own = rounding.by_role, roles.get(module)
-            differing = tuple(
-                _list_differing(row.operands, [of_role(one) for one in own] if of_role and own else [rounding])
-            )
+            differing = tuple(_list_differing(row.operands, PRECISIONS.get(asked or "", precision), roles.get(module)))
             if differing:
                 source = (
                     f"as formats asks ({asked})" if asked else f"as {precision.name} has it where formats says nothing"
@@ -67,16 +63,25 @@ def findings_of_formats(
     return (repairable("other-format", evidence, ", and ".join(repairs)),)
 
 
-def describe_mixed(seen: Sequence[ModuleFormats], formats: Mapping[str, str], precision: Precision) -> str:
-    """Say which modules quantized no GEMM's operand although others did, if the pair has no plan; empty if none."""
-    plain: list[str] = []
-    others = False
-    for row in seen:
-        of_gemms = {words for operand, words in row.operands.items() if not operand.startswith("attention")}
-        if of_gemms and of_gemms <= UNQUANTIZED:
-            plain += row.modules
-        others |= not of_gemms <= UNQUANTIZED
-    if formats or not plain or not others:
+def describe_mixed(
+    seen: Sequence[ModuleFormats],
+    formats: Mapping[str, str],
+    precision: Precision,
+    roles: Mapping[str, Collection[Role]] = MappingProxyType({}),
+) -> str:
+    """Say which modules quantized nothing though the recipe does and others did; empty if none, or there is a plan.
+
+    The arguments are those of ``findings_of_formats``.
+    """
+    quantizing = [row for row in seen if not UNQUANTIZED.issuperset(row.operands.values())]
+    plain = [
+        module
+        for row in seen
+        if row not in quantizing
+        for module in row.modules
+        if any(_list_differing(row.operands, precision, roles.get(module)))
+    ]
+    if formats or not plain or not quantizing:
         return ""
     example = f'formats={{"{plain[0] or "*"}": "bf16"}}'
     return (
@@ -85,9 +90,11 @@ def describe_mixed(seen: Sequence[ModuleFormats], formats: Mapping[str, str], pr
     )
 
 
-def _list_differing(operands: Mapping[str, str], asked: Sequence[Rounding]) -> Iterator[_Unlike]:
-    """Yield each operand that has another format than those asked for, one for each GEMM that tells them apart."""
-    each_asked = [_describe_operands(one) for one in asked]
+def _list_differing(operands: Mapping[str, str], asked: Precision, roles: Collection[Role] | None) -> Iterator[_Unlike]:
+    """Yield each operand that has another format than the precision has in a module of these roles."""
+    rounding = asked.rounding
+    of_roles = [rounding.by_role(role) for role in roles or ()] if rounding.by_role else []
+    each_asked = [_describe_operands(one) for one in of_roles or [rounding]]
     for operand, words in operands.items():
         wanted = {one[operand]: None for one in each_asked}
         right = {*wanted, *(UNQUANTIZED if UNQUANTIZED & wanted.keys() else ())}

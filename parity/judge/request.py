@@ -37,7 +37,8 @@ class CandidateRun:
         numbers: the Python numbers that it returned.
         recalled: the outputs of its successive calls, which show whether it keeps state.
         formats: what each module of TE's computed in, at a precision with a recipe.
-        misformatted: a finding for each way in which modules had other formats than the pair asks for.
+        misformatted: a finding if modules had other formats than the pair asks for.
+        mixed: what to say about modules that computed without the recipe, if the pair asks for no formats.
         recomputed: a finding if the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
         equals: the precision without a recipe that the pass equals, since nothing in it was quantized; else empty.
@@ -59,6 +60,7 @@ class CandidateRun:
     recalled: Recalled = field(default_factory=Recalled)
     formats: tuple[ModuleFormats, ...] = ()
     misformatted: tuple[Finding, ...] = ()
+    mixed: str = ""
     recomputed: tuple[Finding, ...] = ()
     calls_te: bool = True
     equals: str = ""

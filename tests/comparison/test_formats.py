@@ -13,10 +13,12 @@ import torch
 from fakes import ENVIRONMENT
 from fakes import result as a_result
 from torch import nn
-from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.common.recipe import CustomRecipe, Float8CurrentScaling
+from transformer_engine.pytorch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 
 import parity
 from parity.case.validate import of_te
+from parity.judge.formats import describe_mixed, findings_of_formats
 from parity.numerics.formats import Quantized, Requantized, describe_format
 from parity.report import html, markdown
 from parity.report.formats import format_rows
@@ -24,6 +26,7 @@ from parity.report.markdown import digest
 from parity.report.record import Record, result_line, result_of
 from parity.result import ModuleFormats, Result
 from parity.te import PRECISIONS
+from parity.te.recipes import list_roles
 from parity.te.seen_formats import NAME_MARK, SeenFormats
 from parity.te.state import fresh_quantization
 from parity.user_error import UserError
@@ -248,6 +251,36 @@ def test_attention_in_fp8_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_format_in_words(to_format: Any, words: str) -> None:
     assert describe_format(to_format, torch.bfloat16) == words
+
+
+FACTORIES = {
+    name.removesuffix("_factory"): factory
+    for module in (quantizer_factories, quantizer_factory_zoo)
+    for name, factory in vars(module).items()
+    if name.endswith("_factory")
+}
+MODULES = {
+    "layer": (lambda: te.LayerNormMLP(128, 128), None),
+    "experts": (lambda: te.GroupedLinear(2, 128, 128), lambda module, x: module(x, [128, 128])),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("host", MODULES)
+def test_what_is_seen_of_a_factory_is_what_follows_from_its_quantizers(
+    name: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rounding model reads quantizers, and this looks at the kernels' operands: neither knows of the other."""
+    precision = parity.te.Precision("custom", torch.bfloat16, lambda: CustomRecipe(qfactory=FACTORIES[name]))
+    monkeypatch.setitem(PRECISIONS, "custom", precision)
+    make, call = MODULES[host]
+    module = make()
+    with emulated(cuda.BLACKWELL):
+        ((_, operands),) = seen(module, rows(256, 128), precision, call).items()
+        kept = ModuleFormats(("host",), operands)
+        roles = {"host": set(list_roles(module).values())}
+        assert findings_of_formats([kept], {"any": "bf16"}, precision, roles) == ()
+        assert describe_mixed([kept], {}, precision, roles) == ""
 
 
 # What is shown.
