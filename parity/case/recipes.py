@@ -79,9 +79,14 @@ def name_precisions(given: Iterable[object], where: str) -> tuple[str, ...]:
 
 
 def find_precision(spelled: str) -> Precision:
-    """Return the precision that another process spells as its source, ``FILE::NAME``, or else its name."""
-    (name,) = name_precisions((spelled,), "a comparison over ranks")
+    """Return the precision that another process spells, by ``spell_precision``."""
+    (name,) = name_precisions((spelled,), "another process")
     return PRECISIONS[name]
+
+
+def spell_precision(name: str) -> str:
+    """Return what another process can find a precision by: ``FILE::NAME`` if a user's file declares it."""
+    return PRECISIONS[name].source or name
 
 
 def _load_precision(spelled: str, where: str) -> str:

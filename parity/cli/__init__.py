@@ -466,6 +466,7 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure the limits on this machine. The pairs must be known to be right."""
+    from parity.case.recipes import spell_precision
     from parity.cli import suite
     from parity.measuring import calibration
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
@@ -474,7 +475,7 @@ def calibrate(
     check_file(output, "-o")
     if report is not None:
         check_file(report, "--report")
-    chosen = parse_precisions(",".join(precision or ())) or PRECISION_NAMES
+    chosen = tuple(map(spell_precision, parse_precisions(",".join(precision or ())) or PRECISION_NAMES))
     settings = calibration.Settings(suite.right_ports(paths), chosen, parse_seeds(seeds), draws, parse_backend(backend))
     calibration.make_table(settings, workers, output, report, accept_wider)
     print(f"table: {output}")
@@ -499,6 +500,7 @@ def false_alarms(
     They are compared on seeds, sizes and models that no limit was fitted to.
     """
     from parity import te
+    from parity.case.recipes import spell_precision
     from parity.cli import suite
     from parity.measuring import false_alarms as count
     from parity.measuring.right_ports import DRAWN_MODELS
@@ -506,7 +508,7 @@ def false_alarms(
     from parity.settings import PRECISION_NAMES
 
     check_file(out, "--out")
-    chosen = parse_precisions(",".join(precision or ())) or PRECISION_NAMES
+    chosen = tuple(map(spell_precision, parse_precisions(",".join(precision or ())) or PRECISION_NAMES))
     ports = (*suite.right_ports(paths), *(() if paths else (DRAWN_MODELS,)))
     plan = count.Plan(ports, chosen, parse_seeds(seeds), own, parse_backend(backend))
     outcomes = count.run(plan, out.with_suffix(".jsonl"), workers)

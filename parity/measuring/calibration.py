@@ -24,6 +24,7 @@ from scipy import stats
 
 from parity import te
 from parity.case.case import Case
+from parity.case.recipes import find_precision
 from parity.case.validate import CheckedSize, check_case
 from parity.judge import limits, noise
 from parity.judge.directions import directions
@@ -56,7 +57,7 @@ from parity.report.record import Record
 from parity.report.templates import render
 from parity.result import Kind
 from parity.shown import few_of, one_line
-from parity.te import PRECISIONS, Backend, Kernels, Precision, why_unavailable
+from parity.te import Backend, Kernels, Precision, why_unavailable
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Settings:
 
     Attributes:
         files: files of pairs that are known to agree, or ``right_ports.ZOO``.
-        precisions: their names; those that this machine cannot run are left out.
+        precisions: their names, or ``FILE::NAME``; those that this machine cannot run are left out.
         seeds: seeds of weights and inputs.
         draws: how many random kernels are drawn for each case, precision and seed.
         backend: whose kernels run the TE modules.
@@ -133,7 +134,7 @@ def make_table(
 
 
 def _list_available_precisions(settings: Settings, kernels: te.Kernels) -> list[Precision]:
-    precisions = map(PRECISIONS.__getitem__, settings.precisions)
+    precisions = map(find_precision, settings.precisions)
     return [precision for precision in precisions if why_unavailable(precision, kernels) is None]
 
 

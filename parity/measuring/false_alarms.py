@@ -17,6 +17,7 @@ from scipy import stats
 
 from parity import te
 from parity.case.case import Case, Size
+from parity.case.recipes import find_precision
 from parity.case.validate import check_case
 from parity.comparison import compare_at
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, packaged
@@ -28,7 +29,7 @@ from parity.report import environment
 from parity.report.numbers import markdown_table
 from parity.report.templates import render
 from parity.result import Result
-from parity.te import PRECISIONS, Backend, why_unavailable
+from parity.te import Backend, why_unavailable
 
 # Compare right ports in parallel processes, and record how each was judged.
 
@@ -42,7 +43,7 @@ class Plan:
 
     Attributes:
         files: files of pairs that are known to agree, or ``right_ports.ZOO``.
-        precisions: their names; those that this machine cannot run are left out.
+        precisions: their names, or ``FILE::NAME``; those that this machine cannot run are left out.
         seeds: seeds of weights, inputs and sizes; none that the limits were fitted to.
         own: for how many of the first seeds the cases' own sizes are compared, too.
         backend: whose kernels run the TE modules.
@@ -120,12 +121,12 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
 def _group_ports(plan: Plan) -> list[list[Port]]:
     """Return the ports in groups of one case, seed and size, whose precisions share golden."""
     kernels = te.kernels(plan.backend)
-    precisions = [name for name in plan.precisions if why_unavailable(PRECISIONS[name], kernels) is None]
+    precisions = [name for name in plan.precisions if why_unavailable(find_precision(name), kernels) is None]
     groups = []
     for number, seed in enumerate(plan.seeds):
         for file in plan.files:
             for case in right_ports.cases(file):
-                chosen = [name for name in precisions if case.runs_at(name)]
+                chosen = [name for name in precisions if case.runs_at(find_precision(name).name)]
                 sizes = [*(range(len(case.sizes)) if number < plan.own else ()), DRAWN]
                 groups += [[Port(file, case.name, name, seed, size) for name in chosen] for size in sizes if chosen]
     return groups
@@ -141,13 +142,13 @@ def _judge_port(plan: Plan, case: Case, port: Port) -> Outcome:
     kernels = te.kernels(plan.backend)
     sized = dataclasses.replace(case, sizes=(_resolve_size(case, port),))
     (checked,) = check_case(sized, kernels.te)
-    return _summarize_result(compare_at(sized, checked, PRECISIONS[port.precision], port.seed, kernels, packaged()))
+    return _summarize_result(compare_at(sized, checked, find_precision(port.precision), port.seed, kernels, packaged()))
 
 
 def _resolve_size(case: Case, port: Port) -> Size:
     if isinstance(port.size, int):
         return case.sizes[port.size]
-    return drawn(case, PRECISIONS[port.precision], port.seed)
+    return drawn(case, find_precision(port.precision), port.seed)
 
 
 def _summarize_result(result: Result) -> Outcome:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from parity.case import transfer
 from parity.case.case import Case
 from parity.case.map_check import other_names
+from parity.case.recipes import spell_precision
 from parity.case.source import AsItIs, source_of
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
@@ -41,7 +42,7 @@ def given_of(case: Case, request: Request, checked: CheckedSize, prepared: Prepa
         AsItIs(case) if _is_rank() else source_of(case),
         made,
         checked,
-        request.precision.source or request.precision.name,
+        spell_precision(request.precision.name),
         request.seed,
         request.kernels.backend,
         request.attention,
