@@ -27,6 +27,7 @@ from parity.numerics.formats import Quantized, Role, describe_format
 from parity.result import OR, ModuleFormats
 from parity.te.recipes import list_roles, read_formats
 from parity.te.state import is_quantized
+from parity.user_error import UserError
 
 NAME_MARK = "_parity_name"
 """The attribute for a TE module's name in the candidate, which copies of the module keep."""
@@ -70,10 +71,10 @@ class SeenFormats:
     def watched(self) -> Iterator[None]:
         """Look at the operands of every GEMM and fused attention in this context."""
         watches: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((sys.modules["transformer_engine_torch"], name, self._watch_gemm) for name in _GEMMS),
-            *((sys.modules.get(name), "fused_attn_fwd", self._watch_attention) for name in _CALLERS_OF_ATTENTION),
-            *((sys.modules.get(name), "fused_attn_bwd", self._watch_attention) for name in _CALLERS_OF_ATTENTION),
+            (sys.modules["transformer_engine_torch"], name, self._watch_gemm) for name in _GEMMS
         ]
+        for module in map(sys.modules.get, _CALLERS_OF_ATTENTION):
+            watches += [(module, name, self._watch_attention) for name in ("fused_attn_fwd", "fused_attn_bwd")]
         before = [(of, name, getattr(of, name), watch) for of, name, watch in watches if hasattr(of, name)]
         for of, name, function, watch in before:
             setattr(of, name, functools.wraps(function)(watch(function)))
@@ -154,9 +155,10 @@ def _describe(operand: Any, columnwise: bool) -> dict[str, None]:
         quantizer = operand
     elif isinstance(operand, Tensor) and not is_quantized(operand):
         return {describe_format(None, operand.dtype): None} if operand.numel() else {}
-    if quantizer is None:
+    try:
+        to_format = read_formats(quantizer, torch.bfloat16)[columnwise]
+    except UserError:  # neither TE's nor a tensor's
         return {f"as {type(operand).__name__} holds it": None}
-    to_format = read_formats(quantizer, torch.bfloat16)[columnwise]
     numbers = getattr(operand, "_fp8_dtype", None)
     if isinstance(to_format, Quantized) and numbers is not None:  # the tensor's own word counts
         to_format = replace(to_format, numbers=numbers.name.removeprefix("kFloat8"))
