@@ -455,7 +455,8 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
         return _with_differences(run, made, made.beside, trainee, judged)
     if stepped.stale:
         return dataclasses.replace(judged, findings=(stale_transposes(made.number, stepped.stale),))
-    scaled = wrong_scaling(stepped.scaling, multiplied, trainee.is_plain)
+    hands_on = run.request.precision.rounding.attention.qkv is not None
+    scaled = wrong_scaling(stepped.scaling, multiplied, trainee.is_plain, hands_on)
     if judged.status != "passed":
         return _with_cause(run, made, judged, scaled)
     wrong = scaled or _of_buffers(run, made) or _of_optimizer(run, stepped, prepared)
