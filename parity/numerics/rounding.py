@@ -348,7 +348,7 @@ def rounded(
     Yields:
         The phase, which must be told when the backward pass begins.
     """
-    storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored())
+    storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored(), past)
     read = weights_read or OperandsRead()
     mode = _RoundingMode(storing, weights, scaled_together, plain, roles, kinks, read, choices, past)
     with (

@@ -79,16 +79,18 @@ class Storing:
         rounding: the precision's roundings.
         freedom: the choices of the kernels that are modelled.
         stored: tensors that are stored already; those that this pass stores are added.
+        past: the amaxes of earlier steps of a training.
     """
 
-    def __init__(self, rounding: Rounding, freedom: Freedom, stored: Stored) -> None:
+    def __init__(self, rounding: Rounding, freedom: Freedom, stored: Stored, past: PastAmaxes | None = None) -> None:
         self.rounding = rounding
         self.freedom = freedom
         self._roundoff = torch.finfo(rounding.storage).eps / 2
         self._noise: torch.Generator | None = None
         self._stored = stored
-        # By address: results that attention has cast, and the amaxes that their scales come from.
-        self.amaxes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._past, self._casts = past, 0
+        # By address: a result that attention has cast, the amax that its scale comes from, and by how much it leans.
+        self.cast_results: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def store(self, x: Tensor, part: Part = "storage") -> Tensor:
         """Return ``x`` as ``Rounding.store_part`` does, with the freedom's noise except on weights."""
@@ -119,9 +121,9 @@ class Storing:
         """
         to_format = getattr(self.rounding.attention, part) if "attention" in self.rounding.parts else None
         if part in ("context", "qkv_gradients"):  # results, which a GEMM has in FP32
-            stored = self.store(x if to_format is None else self._cast(x, to_format))
+            stored = self.store(x if to_format is None else self._cast(x, to_format, part))
             if to_format is not None:
-                self.amaxes[address(stored)] = stored, largest(x) * to_format.gain
+                self.cast_results[address(stored)] = stored, largest(x), to_format.gain
             return stored
         if part not in ("probabilities", "score_gradients") or to_format is None:
             x = self.operand(x, "attention")
@@ -129,16 +131,19 @@ class Storing:
             return x
         if getattr(to_format, "along", 0):  # blocks are those of a matrix
             rows = x.transpose(-1, dim).flatten(0, -2)
-            return self._cast(rows, to_format).view(x.transpose(-1, dim).shape).transpose(-1, dim)
-        return self._cast(x, to_format, amax)
+            return self._cast(rows, to_format, part).view(x.transpose(-1, dim).shape).transpose(-1, dim)
+        return self._cast(x, to_format, part, amax)
 
     def cast_in_place(self, x: Tensor, part: AttentionPart) -> None:
         """Cast a result of attention's in its own memory."""
         cast = self.in_attention(x, part)
-        _, amax = self.amaxes.pop(address(cast))
-        self.amaxes[address(x)] = x.copy_(cast), amax
+        _, amax, gain = self.cast_results.pop(address(cast))
+        self.cast_results[address(x)] = x.copy_(cast), amax, gain
 
-    def _cast(self, x: Tensor, to_format: Format, amax: Tensor | None = None) -> Tensor:
+    def _cast(self, x: Tensor, to_format: Format, part: AttentionPart, amax: Tensor | None = None) -> Tensor:
+        self._casts += 1
+        if self._past is not None and part in self._past.in_attention:
+            x, amax = self._past.scaled(-self._casts, x, amax)  # linear layers' places are positive
         return self.dithered_operand(x, to_format, -1, amax) if self.freedom.dithers else to_format(x, amax=amax)
 
     def is_stored(self, x: Tensor) -> bool:
@@ -382,7 +387,8 @@ class PastAmaxes:
     """The amax that delayed scaling has seen of each operand, by the operand's place in a pass.
 
     Attributes:
-        is_followed: whether scales come from earlier steps at all.
+        is_followed: whether scales of linear layers' operands come from earlier steps.
+        in_attention: those of attention's tensors whose scales do.
         before: the amaxes of earlier steps, from which this step's scales come; larger values saturate. An operand
             without one is scaled by its own amax, as in a step that settled its scales.
         seen: the amaxes of this step.
@@ -394,11 +400,28 @@ class PastAmaxes:
 
     def __init__(self) -> None:
         self.is_followed = False
+        self.in_attention: frozenset[str] = frozenset()
         self.names: dict[int, str] = {}
         self.held: set[int] = set()
         self.multiplied: dict[tuple[str, bool], Tensor] = {}
         self.before: dict[int, Tensor] = {}
         self.seen: dict[int, Tensor] = {}
+
+    def follow(self, before: dict[int, Tensor], parts: frozenset[str]) -> None:
+        """Take the scales of a step from these amaxes.
+
+        Args:
+            before: what ``after_step`` returned after the step before.
+            parts: ``linear`` if linear layers' operands are scaled by history, and such parts of attention.
+        """
+        self.before, self.is_followed, self.in_attention = before, "linear" in parts, parts - {"linear"}
+
+    def scaled(self, place: int, stored: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return a tensor clamped to the amax that its scale comes from, and this amax."""
+        own = largest(stored) if amax is None else amax
+        self.seen.setdefault(place, own)
+        scaled_by = self.before.get(place, own)
+        return torch.minimum(torch.maximum(stored, -scaled_by), scaled_by), scaled_by
 
     def note(self, weight: Tensor, other: Tensor, is_gradient: bool) -> None:
         """Note the largest magnitude of the other operand of a product, if the first is a named weight."""
@@ -510,6 +533,7 @@ class LinearOperands:
         is_columnwise = is_wgrad or (self._phase.backward and part == "weights")
         to_format = rounding.operand_format(part, is_columnwise)
         is_rotated = getattr(to_format, "rotated", False)
+        *_, gain = self._storing.cast_results.get(address(whole), (None, 1.0))
         self._place += 1
         place = self._place
         is_held = self._past is not None and address(whole) in self._past.held and is_alike_both_ways(to_format)
@@ -521,11 +545,13 @@ class LinearOperands:
             if to_format is None:
                 return stored
             amax = None if is_rotated else self._find_amax(matrix)
+            if gain != 1.0:  # a grid of the same numbers, all of them larger
+                stored = stored / gain
             if self._past is not None and self._past.is_followed and not is_rotated:
-                stored, amax = self._scaled_by_past(self._past, place, stored, amax)
+                stored, amax = self._past.scaled(place, stored, amax)
             if self._storing.freedom.dithers and part != "weights":
-                return self._storing.dithered_operand(stored, to_format, dim, amax)
-            return to_format(stored, dim, amax)
+                return self._storing.dithered_operand(stored, to_format, dim, amax).mul_(gain)
+            return to_format(stored, dim, amax) if gain == 1.0 else to_format(stored, dim, amax).mul_(gain)
 
         if is_rotated or self._storing.freedom.jitter is not None or whole.is_inference():
             return read(matrix, dim)
@@ -533,20 +559,11 @@ class LinearOperands:
         operands = self._weights_read if part == "weights" else self._read
         return operands.read(matrix, whole._version, dim, read, is_along_dim, part != "gradients")
 
-    def _scaled_by_past(
-        self, past: PastAmaxes, place: int, stored: Tensor, amax: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return a matrix clamped to the amax that its scale comes from, and this amax."""
-        own = largest(stored) if amax is None else amax
-        past.seen.setdefault(place, own)
-        scaled_by = past.before.get(place, own)
-        return torch.minimum(torch.maximum(stored, -scaled_by), scaled_by), scaled_by
-
     def _find_amax(self, x: Tensor) -> Tensor | None:
         """Return the amax that a tensor's scale comes from, or None for that of the stored values."""
         rounding, freedom = self._storing.rounding, self._storing.freedom
-        if address(x) in self._storing.amaxes:
-            return self._storing.amaxes[address(x)][1]
+        if address(x) in self._storing.cast_results:
+            return self._storing.cast_results[address(x)][1]
         group = self._scaled_together.get(address(x))
         if group is not None:
             return torch.stack([largest(rounding.store_part(weight.detach(), "weights")) for weight in group]).max()

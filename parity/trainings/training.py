@@ -390,7 +390,7 @@ def _prepare_step(run: _Run, step: Case, number: int, weights: Named) -> Prepare
     if number > 1 and (why := _too_large("the reference's loss and gradients", golden, torch.float32)):
         raise _Ended(_report_divergence(run, number, why))
     if run.request.precision.warmup_passes:
-        prepared.past.is_followed, prepared.past.before = True, run.amaxes
+        prepared.past.follow(run.amaxes, run.request.precision.scaled_by_history)
     return prepared
 
 
