@@ -79,7 +79,7 @@ def test_what_several_layers_save_is_predicted_from_what_each_carries_alone(reci
 
 
 def test_a_layer_is_what_te_computes_in_one_gemm():
-    case = registry.only("cases/layer.py::transformer_layer_llama")
+    case = next(case for case in registry.load_entry_points() if case.name == "transformer_layer_llama")
     size = dict(case.sizes[0], seq=16, hidden=64, ffn=64, heads=4)
     te = kernels("cpu")
     (checked,) = check_case(replace(case, sizes=(size,)), te.te)
@@ -150,21 +150,26 @@ def test_what_exceeds_the_largest_number_of_its_block_counts_as_saturated(dim):
     assert math.isnan(count_saturated(four_over_six, x, four_over_six(x, dim), dim))
 
 
+def norm(te):
+    return parity.Pair(
+        reference=nn.LayerNorm(WIDTH),
+        candidate=te.LayerNorm(WIDTH),
+        weights={"weight": "weight", "bias": "bias"},
+        inputs=lambda rng: rng.normal(32, WIDTH),
+    )
+
+
 @pytest.mark.parametrize(
     ("build", "names", "options", "message"),
     [
         (stack_of(1), ["bf16", "fp16"], {}, "bf16, fp16 has no recipe, so nothing is quantized"),
         (stack_of(1, evaluation=True), ["nvfp4"], {"by": "gradients"}, "no weight gradients to rank layers by"),
+        (norm, ["nvfp4"], {}, "no linear layer in one of TE's modules, so a recipe rounds nothing in it"),
     ],
 )
 def test_what_cannot_be_advised_is_refused(build, names, options, message):
     with pytest.raises(UserError, match=message):
         advice(build, *names, seeds=[0], **options)
-
-
-def test_a_pair_without_linear_layers_is_refused():
-    with pytest.raises(UserError, match=r"rmsnorm .*no linear layer in one of TE's modules"):
-        command.advise("cases/norm.py::rmsnorm", ["fp8_current"], "0", [0], None, "", None, False, "cpu")
 
 
 FILE = """
