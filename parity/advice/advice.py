@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from statistics import fmean, median
 
 import torch
@@ -25,7 +26,7 @@ from parity.case.validate import CheckedSize
 from parity.numerics.aten import address
 from parity.numerics.formats import AttentionFormats, Format, OperandPart, Part, Quantized, Rounding, hadamard
 from parity.numerics.freedom import FUSED
-from parity.numerics.storing import Cast, Operand
+from parity.numerics.storing import Cast, Operand, Watch
 from parity.passes.all_passes import Tensors, golden_tensors, run_model, weights_in_one_tensor
 from parity.passes.prepare import Prepared, prepare
 from parity.progress import Following
@@ -35,12 +36,13 @@ from parity.te.recipes import round_alike
 from parity.user_error import UserError
 
 PARTS: tuple[OperandPart, ...] = ("inputs", "weights", "gradients")
-RANKINGS = ("outputs", "gradients")  # by which error layers are ranked
-ATTENTION = "attention in FP8"
+KINDS: Mapping[str, Kind] = {"outputs": "output", "gradients": "weight gradient"}  # whose errors layers are ranked by
 # Chmiel et al., "FP4 All the Way" (arXiv 2505.19115, section 4): training no longer progresses if the gradient's norm
 # is smaller than this multiple of its quantization noise.
 STALLS_BELOW = math.sqrt(3.0)
 _SHARE_TO_REMOVE, _LAYERS_TO_KEEP = 0.5, 0.25
+
+Errors = dict[tuple[Kind, str], float]
 
 
 @dataclass(frozen=True)
@@ -61,50 +63,43 @@ class OutputError:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What a format does to the elements of an operand, counted in each GEMM that reads it.
-
-    Attributes:
-        zeroed: the share of elements that are not zero and become zero.
-        saturated: the share that exceeds the largest number of its block; NaN if that was not counted.
-    """
-
-    zeroed: float
-    saturated: float
-
-
-@dataclass(frozen=True)
 class Layer:
-    """A linear layer as TE computes it, which may be several of the reference.
+    """A linear layer as TE computes it, which may be several of the reference; or attention in FP8, without weights.
 
     Attributes:
         weights: the names of the reference's weights.
-        of_outputs: by operand, its share of the squared error that all layers cause in the outputs.
-        of_gradients: the same in weight gradients.
-        counts: by operand.
+        shares: for outputs and for gradients, its share of the squared error that all layers cause, by operand.
+        zeroed: the share of an operand's elements that are not zero and become zero, by operand, counted in each GEMM
+            that reads it; NaN if none reads it in a format.
+        saturated: the share that exceeds the largest number of its block; NaN if that is not known.
     """
 
     weights: tuple[str, ...]
-    of_outputs: Mapping[str, float]
-    of_gradients: Mapping[str, float]
-    counts: Mapping[str, Counts]
+    shares: Mapping[str, Mapping[str, float]]
+    zeroed: Mapping[str, float]
+    saturated: Mapping[str, float]
 
     @property
     def name(self) -> str:
         """Return the names of its weights, such as ``mlp.gate_proj + up_proj``."""
-        first, *others = (one.removesuffix(".weight") for one in self.weights)
+        first, *others = (one.removesuffix(".weight") for one in self.weights or ("attention in FP8",))
         parent = first.rpartition(".")[0]
-        return " + ".join([first, *(one.removeprefix(f"{parent}.") if parent else one for one in others)])
+        return " + ".join([first, *(one.removeprefix(f"{parent}.") for one in others)])
+
+    def share(self, by: str) -> float:
+        """Return its share in a key of ``KINDS``."""
+        return sum(self.shares[by].values())
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What keeping some layers unquantized saves. The errors are those that layers are ranked by.
+    """What keeping some layers unquantized saves.
 
     Attributes:
         layers: the names of the layers.
-        before, predicted, after: the error with all layers quantized, the predicted one and the computed one.
-        outputs, gradients: the errors with these layers unquantized, as those of ``Recipe``.
+        before, predicted, after: the error that layers are ranked by, with all layers quantized, as it is predicted
+            without these, and as it is.
+        outputs: the outputs' errors without these.
     """
 
     layers: tuple[str, ...]
@@ -112,7 +107,6 @@ class Kept:
     predicted: float
     after: float
     outputs: tuple[OutputError, ...]
-    gradients: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -125,8 +119,8 @@ class Recipe:
         gradients: the relative L2 error of each weight's gradient, as root mean square over seeds.
         base: the precision in which layers are that the recipe leaves alone.
         layers: the layers, by their share of the error, the largest first; none for a precision without a recipe.
-        attention: the share of attention in FP8.
-        ranked_by: by which error layers are ranked, ``outputs`` or ``gradients``.
+        attention: attention, if it is in FP8.
+        by: by whose errors layers are ranked, a key of ``KINDS``.
         kept: the layers that should stay unquantized first; None without layers.
         notes: sentences on what the numbers leave out.
     """
@@ -136,8 +130,8 @@ class Recipe:
     gradients: Mapping[str, float]
     base: str = ""
     layers: tuple[Layer, ...] = ()
-    attention: float = 0.0
-    ranked_by: str = "outputs"
+    attention: Layer | None = None
+    by: str = ""
     kept: Kept | None = None
     notes: tuple[str, ...] = ()
 
@@ -147,14 +141,19 @@ class Recipe:
         return median(self.gradients.values()) if self.gradients else math.nan
 
     @property
-    def worst_gradient(self) -> str:
-        """Return the name of the weight whose gradient has the largest error; empty if there is none."""
-        return max(self.gradients, key=lambda name: self.gradients[name], default="")
+    def worst_gradient(self) -> tuple[str, float]:
+        """Return the weight whose gradient has the largest error, and this error."""
+        return max(self.gradients.items(), key=lambda each: each[1], default=("–", math.nan))
 
     @property
     def stalled(self) -> tuple[str, ...]:
         """Return the weights whose gradient's norm is below ``STALLS_BELOW`` times its noise."""
         return tuple(name for name, error in self.gradients.items() if error * STALLS_BELOW > 1.0)
+
+    def error(self, by: str) -> float:
+        """Return the root mean square of the errors of all outputs or of all gradients."""
+        errors = [one.error for one in self.outputs] if by == "outputs" else self.gradients.values()
+        return math.sqrt(_mean_square(errors))
 
 
 def advise(
@@ -172,8 +171,8 @@ def advise(
         precisions: those that round alike become one.
         keep: how many layers to keep unquantized; None for the fewest that carry half of the error, but at most a
             quarter of all.
-        by: by which error to rank layers: ``outputs`` or ``gradients``; empty for ``gradients`` if all outputs are
-            single numbers, such as a loss, whose errors are mostly chance.
+        by: a key of ``KINDS``, to rank layers; empty for gradients if all outputs are single numbers, such as a loss,
+            whose errors are mostly chance.
 
     Raises:
         UserError: if none of the precisions has a recipe, the pair has no linear layer of TE's, or no gradients that
@@ -184,104 +183,73 @@ def advise(
         raise UserError(f"{names} has no recipe, so nothing is quantized; name recipes, such as fp8_current or nvfp4")
     bases = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     needed = ["bf16", *(bases[one.dtype] for one in precisions)]
-    every = {one.name: one for one in (*map(PRECISIONS.__getitem__, needed), *precisions)}
     alike: list[list[Precision]] = []
-    for one in every.values():
+    for one in dict.fromkeys([*map(PRECISIONS.__getitem__, needed), *precisions]):
         group = next((some for some in alike if round_alike(some[0].rounding, one.rounding)), None)
         alike.append([one]) if group is None else group.append(one)
-    found: dict[str, Recipe] = {}  # by the group's first precision
+    found: dict[str, Recipe] = {}  # by the first precision of those that round alike
     with Following("computing", len(alike)) as following:
-        for some in sorted(alike, key=lambda each: each[0].recipe is not None):
-            first, rounding = some[0].name, some[0].rounding
-            name, dtype = ", ".join(one.name for one in some), some[0].dtype
+        for first, *others in sorted(alike, key=lambda some: some[0].recipe is not None):
+            name = ", ".join(one.name for one in (first, *others))
             following.step(0, f"computing {name}")
-            at_seeds = [_select_outputs(prepare(case, checked, dtype, seed, kernels)) for seed in seeds]
-            if some[0].recipe is None:
-                found[first] = _summarize(name, _run(at_seeds, rounding))
+            at_seeds = [_select_outputs(prepare(case, checked, first.dtype, seed, kernels)) for seed in seeds]
+            if first.recipe is None:
+                found[first.name] = _summarize(name, at_seeds, _run(at_seeds, first.rounding))
             else:
-                found[first] = _advise_on(name, rounding, at_seeds, found[bases[dtype]], keep, by)
-                if delayed := [one.name for one in some if one.warmup_passes]:
+                found[first.name] = _advise_on(name, first.rounding, at_seeds, found[bases[first.dtype]], keep, by)
+                if delayed := [one.name for one in (first, *others) if one.warmup_passes]:
                     note = f"scales of {' and '.join(delayed)} are computed as if tensors did not change over steps"
-                    found[first] = replace(found[first], notes=(note,))
+                    found[first.name] = replace(found[first.name], notes=(note,))
             following.step()
     return list(found.values())
 
 
 def _select_outputs(prepared: Prepared) -> Prepared:
-    """Return a copy without probing inputs, in which a single number is not rounded at last, which would hide all else.
+    """Return a copy without probing inputs, in which a single number is not rounded last, which would hide all else.
 
     A loss of 5 that is stored in BF16 has an error of up to 0.3 %, whatever the recipe.
     """
-    single = frozenset[tuple[Kind, str]](
-        ("output", name) for name, x in prepared.golden.outputs.items() if x.numel() == 1
-    )
-    return replace(prepared, probed={}, wide=prepared.wide | single)
+    single = {name for name, x in prepared.golden.outputs.items() if x.numel() == 1}
+    return replace(prepared, probed={}, wide=prepared.wide.union(("output", name) for name in single))
 
 
-# Errors of passes under the rounding model, at several seeds.
+# Errors over seeds.
 
 
-@dataclass(frozen=True)
-class _Errors:
-    """The relative L2 errors of one pass, and the signed ones, by name."""
-
-    outputs: Mapping[str, float]
-    biases: Mapping[str, float]
-    gradients: Mapping[str, float]
-    has_single_numbers: bool
-
-    @property
-    def of_outputs(self) -> float:
-        """Return the mean of the outputs' squared errors."""
-        return _mean_of_squares(self.outputs.values())
-
-    @property
-    def of_gradients(self) -> float:
-        """Return the mean of the weight gradients' squared errors."""
-        return _mean_of_squares(self.gradients.values())
-
-
-def _mean_of_squares(values: Iterable[float]) -> float:
+def _mean_square(values: Iterable[float]) -> float:
     squares = [value * value for value in values if math.isfinite(value)]
     return fmean(squares) if squares else 0.0
 
 
-def _measure(prepared: Prepared, tensors: Tensors) -> _Errors:
+def _measure(prepared: Prepared, tensors: Tensors) -> Errors:
+    """Return the relative L2 errors of outputs and weight gradients whose golden values are not all zero."""
     golden = golden_tensors(prepared)
-    outputs: dict[str, float] = {}
-    biases: dict[str, float] = {}
-    gradients: dict[str, float] = {}
-    for (kind, name), x in tensors.items():
-        right = golden[kind, name].double()
-        size = right.norm()
-        if size == 0 or kind not in ("output", "weight gradient"):
-            continue
-        error = x.double() - right
-        (outputs if kind == "output" else gradients)[name] = float(error.norm() / size)
-        if kind == "output":
-            biases[name] = float((error * right).sum() / size.square())
-    single = all(golden[key].numel() == 1 for key in golden if key[0] == "output")
-    return _Errors(outputs, biases, gradients, single)
+    sizes = {key: float(golden[key].norm()) for key in tensors if key[0] in KINDS.values()}
+    return {key: float((tensors[key] - golden[key]).norm()) / size for key, size in sizes.items() if size}
 
 
-def _run(at_seeds: Sequence[Prepared], rounding: Rounding, kept: Collection[str] = ()) -> list[_Errors]:
-    """Return the errors at each seed, with the linear layers of some weights unquantized."""
-    passes = (replace(one, outside_te=one.outside_te.union(kept)) for one in at_seeds)
-    return [_measure(one, run_model(one, rounding, FUSED)) for one in passes]
+def _measure_bias(prepared: Prepared, tensors: Tensors, name: str) -> float:
+    right = prepared.golden.outputs[name]
+    return float(((tensors["output", name] - right) * right).sum() / right.square().sum())
 
 
-def _summarize(name: str, runs: Sequence[_Errors]) -> Recipe:
+def _run(at_seeds: Sequence[Prepared], rounding: Rounding, kept: Collection[str] = ()) -> list[Tensors]:
+    """Return the tensors at each seed, with the linear layers of some weights unquantized."""
+    return [run_model(replace(one, outside_te=one.outside_te.union(kept)), rounding, FUSED) for one in at_seeds]
+
+
+def _summarize(name: str, at_seeds: Sequence[Prepared], runs: Sequence[Tensors]) -> Recipe:
+    errors: dict[tuple[Kind, str], list[float]] = defaultdict(list)
+    for prepared, run in zip(at_seeds, runs, strict=True):
+        for key, error in _measure(prepared, run).items():
+            errors[key].append(error)
+    means = {key: math.sqrt(_mean_square(some)) for key, some in errors.items()}
     outputs = []
-    for output in runs[0].outputs:
-        biases = [run.biases[output] for run in runs if output in run.biases]
+    for output in (name for kind, name in means if kind == "output"):
+        biases = [_measure_bias(prepared, run, output) for prepared, run in zip(at_seeds, runs, strict=True)]
         spread = stats.sem(biases) * stats.t.ppf(0.975, len(biases) - 1) if len(biases) > 1 else math.nan
-        error = math.sqrt(_mean_of_squares(run.outputs[output] for run in runs if output in run.outputs))
-        outputs.append(OutputError(output, error, fmean(biases), float(spread)))
-    gradients = {
-        weight: math.sqrt(_mean_of_squares(run.gradients[weight] for run in runs if weight in run.gradients))
-        for weight in runs[0].gradients
-    }
-    return Recipe(name, tuple(outputs), gradients)
+        outputs.append(OutputError(output, means["output", output], fmean(biases), float(spread)))
+    return Recipe(name, tuple(outputs), {weight: mean for (kind, weight), mean in means.items() if kind != "output"})
 
 
 # Which layers carry the error.
@@ -290,106 +258,76 @@ def _summarize(name: str, runs: Sequence[_Errors]) -> Recipe:
 def _advise_on(
     name: str, rounding: Rounding, at_seeds: Sequence[Prepared], base: Recipe, keep: int | None, by: str
 ) -> Recipe:
-    counted = _Counting()
-    runs = [_measure(one, run_model(one, rounding, FUSED, watch=counted.at(one))) for one in at_seeds]
-    if not counted.seen:
+    counting = _Counting()
+    runs = [run_model(one, rounding, FUSED, watch=counting.watch(one)) for one in at_seeds]
+    if not counting.seen:
         raise UserError(
             "the pair has no linear layer in one of TE's modules, so a recipe rounds nothing in it; give a pair whose "
             "reference multiplies by a weight that the map carries to such a module"
         )
-    units = _group_weights(at_seeds[0], counted.seen)
-    of_outputs: dict[tuple[tuple[str, ...], OperandPart], float] = defaultdict(float)
-    of_gradients: dict[tuple[tuple[str, ...], OperandPart], float] = defaultdict(float)
-    in_attention = [0.0, 0.0]
-    for prepared in at_seeds:
-        for unit in units:
-            for part in PARTS:
-                alone = _measure(prepared, _run_alone(prepared, rounding, unit, part))
-                of_outputs[unit, part] += alone.of_outputs
-                of_gradients[unit, part] += alone.of_gradients
-        if rounding.attention != AttentionFormats():
-            alone = _measure(prepared, _run_attention_alone(prepared, rounding))
-            in_attention = [in_attention[0] + alone.of_outputs, in_attention[1] + alone.of_gradients]
-    by = by or ("gradients" if runs[0].has_single_numbers and runs[0].gradients else "outputs")
-    if by == "gradients" and not runs[0].gradients:
+    recipe = _summarize(name, at_seeds, runs)
+    are_single = all(x.numel() == 1 for x in at_seeds[0].golden.outputs.values())
+    by = by or ("gradients" if are_single and recipe.gradients else "outputs")
+    if by == "gradients" and not recipe.gradients:
         raise UserError("the pair has no weight gradients to rank layers by; rank them by outputs")
-    ranked = of_outputs if by == "outputs" else of_gradients
-    all_outputs, all_gradients = (
-        (sum(each.values()) + own) or 1.0 for each, own in zip((of_outputs, of_gradients), in_attention, strict=True)
-    )
-    layers = tuple(
-        Layer(
-            unit,
-            {part: of_outputs[unit, part] / all_outputs for part in PARTS},
-            {part: of_gradients[unit, part] / all_gradients for part in PARTS},
-            {part: counted.counts(unit, part) for part in PARTS},
-        )
-        for unit in sorted(units, key=lambda unit: -sum(ranked[unit, part] for part in PARTS))
-    )
-    attention = in_attention[0] / all_outputs if by == "outputs" else in_attention[1] / all_gradients
-    summary = replace(_summarize(name, runs), base=base.name, layers=layers, attention=attention, ranked_by=by)
-    return replace(summary, kept=_keep_some(summary, rounding, at_seeds, base, keep))
+    groups = {name: tuple(group) for group in weights_in_one_tensor(at_seeds[0].weights) for name in group}
+    units = list(dict.fromkeys(groups.get(name, (name,)) for name in counting.seen))
+    squares: dict[tuple[str, tuple[str, ...], str], float] = defaultdict(float)
+    for prepared in at_seeds:
+        for unit, part, errors in _run_each_alone(prepared, rounding, units):
+            for each, kind in KINDS.items():
+                squares[each, unit, part] += _mean_square(error for key, error in errors.items() if key[0] == kind)
+    wholes = {each: sum(square for key, square in squares.items() if key[0] == each) or 1.0 for each in KINDS}
 
+    def make_layer(unit: tuple[str, ...], parts: Sequence[str] = PARTS) -> Layer:
+        shares = {each: {part: squares[each, unit, part] / wholes[each] for part in parts} for each in KINDS}
+        return Layer(unit, shares, *(counting.list_shares(unit, count) for count in (1, 2)))
 
-def _group_weights(prepared: Prepared, seen: Collection[str]) -> list[tuple[str, ...]]:
-    """Return the weights of each GEMM that TE makes, which reads weights that it holds in one tensor together."""
-    groups = {name: tuple(group) for group in weights_in_one_tensor(prepared.weights) for name in group}
-    return list(dict.fromkeys(groups.get(name, (name,)) for name in seen))
-
-
-def share_of(layer: Layer, ranked_by: str) -> float:
-    """Return a layer's share of the squared error that layers are ranked by."""
-    return sum((layer.of_outputs if ranked_by == "outputs" else layer.of_gradients).values())
+    layers = tuple(sorted(map(make_layer, units), key=lambda layer: -layer.share(by)))
+    attention = None if rounding.attention == AttentionFormats() else make_layer((), ["attention"])
+    recipe = replace(recipe, base=base.name.partition(",")[0], layers=layers, attention=attention, by=by)
+    return replace(recipe, kept=_keep_some(recipe, rounding, at_seeds, base.error(by), keep))
 
 
 def _keep_some(
-    recipe: Recipe, rounding: Rounding, at_seeds: Sequence[Prepared], base: Recipe, keep: int | None
+    recipe: Recipe, rounding: Rounding, at_seeds: Sequence[Prepared], least: float, keep: int | None
 ) -> Kept:
-    shares = [share_of(layer, recipe.ranked_by) for layer in recipe.layers]
+    """Say what the layers that come first save; without any layer quantized, the error is ``least``."""
+    shares = [layer.share(recipe.by) for layer in recipe.layers]
     if keep is None:
         most = max(1, int(_LAYERS_TO_KEEP * len(shares)))
         keep = next((n for n in range(1, most) if sum(shares[:n]) >= _SHARE_TO_REMOVE), most)
-    kept = recipe.layers[:keep]
-    after = _summarize(recipe.name, _run(at_seeds, rounding, [name for layer in kept for name in layer.weights]))
-    whole, without = _ranking_error(recipe, recipe.ranked_by), _ranking_error(base, recipe.ranked_by)
-    left = max(whole**2 - without**2, 0.0) * (1.0 - sum(shares[:keep]))
-    return Kept(
-        tuple(layer.name for layer in kept),
-        whole,
-        math.sqrt(without**2 + left),
-        _ranking_error(after, recipe.ranked_by),
-        after.outputs,
-        after.gradients,
-    )
-
-
-def _ranking_error(recipe: Recipe, ranked_by: str) -> float:
-    errors = [one.error for one in recipe.outputs] if ranked_by == "outputs" else recipe.gradients.values()
-    return math.sqrt(_mean_of_squares(errors))
+    kept, before = recipe.layers[:keep], recipe.error(recipe.by)
+    left = max(before**2 - least**2, 0.0) * max(1.0 - sum(shares[:keep]), 0.0)
+    weights = [name for layer in kept for name in layer.weights]
+    after = _summarize(recipe.name, at_seeds, _run(at_seeds, rounding, weights))
+    names = tuple(layer.name for layer in kept)
+    return Kept(names, before, math.sqrt(least**2 + left), after.error(recipe.by), after.outputs)
 
 
 # Passes in which the operands of linear layers are watched.
 
 
 def _name_weights(prepared: Prepared) -> dict[int, str]:
-    return {address(one): name for name, one in prepared.reference.named_parameters() if one.dim() > 1}
+    """Return the names of weights by their addresses in a pass of the model, which computes in FP32."""
+    return {address(one): name for name, one in prepared.reference.float().named_parameters() if one.dim() > 1}
 
 
-def _run_alone(prepared: Prepared, rounding: Rounding, unit: Collection[str], part: OperandPart) -> Tensors:
-    """Run the model in FP32, with one operand of one layer rounded to its formats."""
-    prepared.reference.float()  # as the pass does, which keeps the addresses of weights
-    of_unit = frozenset(at for at, name in _name_weights(prepared).items() if name in unit)
+def _run_each_alone(
+    prepared: Prepared, rounding: Rounding, units: Iterable[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...], str, Errors]]:
+    """Yield a layer, an operand, and the errors if only this operand is rounded; attention in FP8 is without a name."""
+    names = _name_weights(prepared)
+    for unit, part in [*product(units, PARTS), ((), "attention")]:
+        if unit or rounding.attention != AttentionFormats():
+            alone = replace(rounding, parts=frozenset[Part](PARTS if unit else ["attention"]))
+            watch = partial(_round_one, {at for at, name in names.items() if name in unit}, part)
+            yield unit, part, _measure(prepared, run_model(prepared, alone, FUSED, watch=watch))
 
-    def round_one(operand: Operand, cast: Cast) -> Tensor:
-        is_own = operand.part == part and operand.weights and of_unit.issuperset(operand.weights)
-        return cast(operand.matrix, operand.dim) if is_own else operand.matrix
 
-    return run_model(prepared, replace(rounding, parts=frozenset(PARTS)), FUSED, watch=round_one)
-
-
-def _run_attention_alone(prepared: Prepared, rounding: Rounding) -> Tensors:
-    in_attention = replace(rounding, parts=frozenset[Part](["attention"]))
-    return run_model(prepared, in_attention, FUSED, watch=lambda operand, cast: operand.matrix)
+def _round_one(of_unit: Collection[int], part: str, operand: Operand, cast: Cast) -> Tensor:
+    is_own = operand.part == part and operand.weights and all(at in of_unit for at in operand.weights)
+    return cast(operand.matrix, operand.dim) if is_own else operand.matrix
 
 
 @dataclass
@@ -397,34 +335,32 @@ class _Counting:
     """Counts what formats do to operands, by weight and operand: elements, zeroed ones, saturated ones."""
 
     seen: dict[str, None] = field(default_factory=dict)
-    _counted: dict[tuple[str, OperandPart], list[float]] = field(default_factory=dict)
+    _counts: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
-    def at(self, prepared: Prepared) -> Callable[[Operand, Cast], Tensor]:
+    def watch(self, prepared: Prepared) -> Watch:
         """Return what watches a pass."""
-        prepared.reference.float()
         return partial(self._count, _name_weights(prepared))
 
     def _count(self, names: Mapping[int, str], operand: Operand, cast: Cast) -> Tensor:
-        read = cast(operand.matrix, operand.dim)
+        to_format, stored, read = operand.to_format, operand.matrix, cast(operand.matrix, operand.dim)
         named = [names[at] for at in operand.weights if at in names]
-        if named and operand.to_format is not None:
+        if named and to_format is not None:
             self.seen.update(dict.fromkeys(named))
-            counted = self._counted.setdefault((named[0], operand.part), [0, 0, 0])
-            stored = hadamard(operand.matrix, operand.dim) if _is_rotated(operand.to_format) else operand.matrix
-            counted[0] += read.numel()
-            counted[1] += int(((read == 0) & (stored != 0)).sum())
-            counted[2] += count_saturated(operand.to_format, stored, read, operand.dim)
+            counts = self._counts.setdefault((named[0], operand.part), [0, 0, 0])
+            if getattr(to_format, "rotated", False):
+                stored = hadamard(stored, operand.dim)
+            counts[0] += read.numel()
+            counts[1] += int(((read == 0) & (stored != 0)).sum())
+            counts[2] += count_saturated(to_format, stored, read, operand.dim)
         return read
 
-    def counts(self, unit: Iterable[str], part: OperandPart) -> Counts:
-        """Return the shares of an operand of a layer; NaN if no GEMM read it in a format."""
-        found = [self._counted[name, part] for name in unit if (name, part) in self._counted]
-        elements, zeroed, saturated = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0, 0)
-        return Counts(zeroed / elements, saturated / elements) if elements else Counts(math.nan, math.nan)
-
-
-def _is_rotated(to_format: Format) -> bool:
-    return getattr(to_format, "rotated", False)
+    def list_shares(self, unit: Iterable[str], count: int) -> dict[str, float]:
+        """Return the shares of zeroed elements (1) or of saturated ones (2), by operand."""
+        found = {part: [self._counts[name, part] for name in unit if (name, part) in self._counts] for part in PARTS}
+        return {
+            part: sum(each[count] for each in some) / sum(each[0] for each in some) if some else math.nan
+            for part, some in found.items()
+        }
 
 
 def count_saturated(to_format: Format, stored: Tensor, read: Tensor, dim: int) -> float:
@@ -442,9 +378,7 @@ def count_saturated(to_format: Format, stored: Tensor, read: Tensor, dim: int) -
         return math.nan
     if to_format.numbers != "E2M1":
         return 0.0
-    across, along = to_format.across, to_format.along
-    block = (across, along) if dim % 2 else (along, across)
+    block = (to_format.across, to_format.along) if dim % 2 else (to_format.along, to_format.across)
     largest = F.max_pool2d(read.abs()[None, None], block, block, ceil_mode=True)[0, 0]
-    rows, columns = read.shape
-    largest = largest.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return float(((stored.abs() > largest) & (read.abs() == largest) & (largest > 0)).sum())
+    largest = largest.repeat_interleave(block[0], 0)[: len(read)].repeat_interleave(block[1], 1)[:, : read.shape[1]]
+    return int(((stored.abs() > largest) & (read.abs() == largest) & (largest > 0)).sum())

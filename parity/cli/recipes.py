@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parity import shown
-from parity.advice import tables
-from parity.advice.advice import RANKINGS
-from parity.advice.advice import advise as advise_on
+from parity.advice import advice, tables
 from parity.cli.stages import load_pair
 from parity.plugin.options import check_file
 from parity.settings import PRECISION_NAMES
@@ -30,22 +28,13 @@ def advise(
 ) -> str:
     """Return the text to print about a pair's recipes, after writing the report if one is asked for.
 
-    Args:
-        target: ``my_pairs.py::my_model``, or only the file if it declares one pair.
-        precisions: keys of ``PRECISIONS``; None for those of the pair that have a recipe.
-        size: see ``parse_size``.
-        seeds: the seeds of weights and inputs.
-        keep: how many layers to keep unquantized; None to choose.
-        by: see ``RANKINGS``; empty to choose.
-        report: the folder of the report.
-        as_json: whether to return JSON.
-        backend: ``auto``, ``gpu`` or ``cpu``.
+    The arguments are the command's; without precisions, those of the pair that have a recipe are taken.
 
     Raises:
         UserError: if there is no such pair or size, the folder cannot be written to, or there is nothing to advise.
     """
-    if by not in ("", *RANKINGS):
-        raise UserError(f"--by is {by!r}, but must be one of {', '.join(RANKINGS)}")
+    if by not in ("", *advice.KINDS):
+        raise UserError(f"--by is {by!r}, but must be one of {', '.join(advice.KINDS)}")
     if report is not None:
         check_file(report / "recipes.md", "--report")
     case, checked, kernels = load_pair(target, size, backend)
@@ -53,7 +42,7 @@ def advise(
     if not names:
         raise UserError(f"{case} asks for no precision with a recipe; name some with -p, such as -p fp8_current,nvfp4")
     try:
-        found = advise_on(case, checked, [PRECISIONS[name] for name in names], seeds, kernels, keep, by)
+        found = advice.advise(case, checked, [PRECISIONS[name] for name in names], seeds, kernels, keep, by)
     except UserError as error:
         raise UserError(f"{case}: {error}") from error
     except Exception as error:  # the pair's code may raise anything

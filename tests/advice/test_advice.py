@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import parity
-from parity.advice.advice import Recipe, advise, count_saturated, share_of
+from parity.advice.advice import Recipe, advise, count_saturated
 from parity.advice.tables import describe
 from parity.case import registry
 from parity.case.recipes import name_precisions
@@ -58,9 +58,9 @@ def test_a_layer_with_outliers_comes_first_and_in_bf16_lowers_the_error_as_predi
     base, found = advice(stack_of(outliers=1), recipe, keep=1)
     first, *others = found.layers
     assert first.name == "1"
-    assert first.of_outputs["weights"] > 0.9
-    assert all(layer.of_outputs["weights"] < 0.05 for layer in others)
-    assert first.counts["weights"].zeroed > 5 * max(layer.counts["weights"].zeroed for layer in others)
+    assert first.shares["outputs"]["weights"] > 0.9
+    assert all(layer.shares["outputs"]["weights"] < 0.05 for layer in others)
+    assert first.zeroed["weights"] > 5 * max(layer.zeroed["weights"] for layer in others)
     kept = found.kept
     assert kept.layers == ("1",)
     assert kept.after == pytest.approx(kept.predicted, rel=0.2)
@@ -71,8 +71,8 @@ def test_a_layer_with_outliers_comes_first_and_in_bf16_lowers_the_error_as_predi
 @pytest.mark.parametrize("keep", [1, 3, 6])
 def test_what_several_layers_save_is_predicted_from_what_each_carries_alone(recipe, keep):
     base, found = advice(stack_of(layers=6), recipe, keep=keep)
-    assert sum(share_of(layer, "outputs") for layer in found.layers) == pytest.approx(1.0)
-    assert sum(share_of(layer, "gradients") for layer in found.layers) == pytest.approx(1.0)
+    assert sum(layer.share("outputs") for layer in found.layers) == pytest.approx(1.0)
+    assert sum(layer.share("gradients") for layer in found.layers) == pytest.approx(1.0)
     assert found.kept.after == pytest.approx(found.kept.predicted, rel=0.2)
     if keep == 6:
         assert found.kept.after == pytest.approx(base.outputs[0].error, rel=0.01)
@@ -105,16 +105,16 @@ def test_layers_under_a_loss_are_ranked_by_gradients_and_the_loss_is_not_rounded
 
     build = stack_of(call=mean_square)
     base, found = advice(build, "fp8_current", seeds=[0])
-    assert found.ranked_by == "gradients"
+    assert found.by == "gradients"
     assert base.outputs[0].error < torch.finfo(torch.bfloat16).eps / 8
-    assert "That of output, a single number, goes from" in describe([base, found])
-    assert advice(build, "fp8_current", seeds=[0], by="outputs")[1].ranked_by == "outputs"
+    assert "That of output goes from" in describe([base, found])
+    assert advice(build, "fp8_current", seeds=[0], by="outputs")[1].by == "outputs"
 
 
 def test_gradients_below_their_noise_are_flagged():
     found = Recipe("some", (), {"lost": 0.6, "kept": 0.5})
     assert found.stalled == ("lost",)
-    assert "some: the gradient is below √3 times its noise, so that training may stall, in lost." in describe([found])
+    assert "some: gradients are below √3 times their noise, so that training may stall, in lost." in describe([found])
 
 
 def test_elements_that_vanish_are_counted_by_operand():
@@ -127,9 +127,9 @@ def test_elements_that_vanish_are_counted_by_operand():
 
     _, found = advice(build, "fp8_current", seeds=[0])
     (layer,) = found.layers
-    assert layer.counts["inputs"].zeroed == pytest.approx(0.25, abs=0.01)
-    assert layer.counts["weights"].zeroed < 0.01
-    assert layer.counts["inputs"].saturated == 0.0
+    assert layer.zeroed["inputs"] == pytest.approx(0.25, abs=0.01)
+    assert layer.zeroed["weights"] < 0.01
+    assert layer.saturated["inputs"] == 0.0
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -200,7 +200,7 @@ def test_a_written_pair_and_a_recipe_of_ones_own_become_a_page_a_plot_and_json(t
     assert [base["name"], own["name"]] == ["bf16", "exact_backward"]
     (layer,) = own["layers"]  # the other one is not TE's, and so is in BF16 anyway
     assert layer["weights"] == ["0.weight"]
-    assert layer["counts"]["gradients"] == {"zeroed": None, "saturated": None}  # read as they are stored
+    assert layer["zeroed"]["gradients"] is None  # read as they are stored
     assert json.loads((folder / "recipes.json").read_text(encoding="utf-8")) == found
     page = (folder / "recipes.md").read_text(encoding="utf-8")
     assert "nothing here was measured on a GPU" in page
