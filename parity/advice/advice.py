@@ -99,6 +99,8 @@ class Kept:
         layers: the names of the layers.
         before, predicted, after: the error that layers are ranked by, with all layers quantized, as it is predicted
             without these, and as it is.
+        added_up: the sum in squares of what all layers cause alone and the error with none quantized, which is nearly
+            ``before`` if errors add up as is assumed.
         outputs: the outputs' errors without these.
     """
 
@@ -106,6 +108,7 @@ class Kept:
     before: float
     predicted: float
     after: float
+    added_up: float
     outputs: tuple[OutputError, ...]
 
 
@@ -286,13 +289,20 @@ def _advise_on(
     layers = tuple(sorted(map(make_layer, units), key=lambda layer: -layer.share(by)))
     attention = None if rounding.attention == AttentionFormats() else make_layer((), ["attention"])
     recipe = replace(recipe, base=base.name.partition(",")[0], layers=layers, attention=attention, by=by)
-    return replace(recipe, kept=_keep_some(recipe, rounding, at_seeds, base.error(by), keep))
+    return replace(
+        recipe, kept=_keep_some(recipe, rounding, at_seeds, base.error(by), wholes[by] / len(at_seeds), keep)
+    )
 
 
 def _keep_some(
-    recipe: Recipe, rounding: Rounding, at_seeds: Sequence[Prepared], least: float, keep: int | None
+    recipe: Recipe, rounding: Rounding, at_seeds: Sequence[Prepared], least: float, alone: float, keep: int | None
 ) -> Kept:
-    """Say what the layers that come first save; without any layer quantized, the error is ``least``."""
+    """Say what the layers that come first save.
+
+    Args:
+        least: the error without any layer quantized.
+        alone: the squared error that all layers cause alone.
+    """
     shares = [layer.share(recipe.by) for layer in recipe.layers]
     if keep is None:
         most = max(1, int(_LAYERS_TO_KEEP * len(shares)))
@@ -301,8 +311,9 @@ def _keep_some(
     left = max(before**2 - least**2, 0.0) * max(1.0 - sum(shares[:keep]), 0.0)
     weights = [name for layer in kept for name in layer.weights]
     after = _summarize(recipe.name, at_seeds, _run(at_seeds, rounding, weights))
+    predicted, added_up = math.sqrt(least**2 + left), math.sqrt(least**2 + alone)
     names = tuple(layer.name for layer in kept)
-    return Kept(names, before, math.sqrt(least**2 + left), after.error(recipe.by), after.outputs)
+    return Kept(names, before, predicted, after.error(recipe.by), added_up, after.outputs)
 
 
 # Passes in which the operands of linear layers are watched.
@@ -326,8 +337,15 @@ def _run_each_alone(
 
 
 def _round_one(of_unit: Collection[int], part: str, operand: Operand, cast: Cast) -> Tensor:
-    is_own = operand.part == part and operand.weights and all(at in of_unit for at in operand.weights)
-    return cast(operand.matrix, operand.dim) if is_own else operand.matrix
+    if operand.part == part and operand.weights and all(at in of_unit for at in operand.weights):
+        return cast(operand.matrix, operand.dim)
+    return _rotate_alike(operand)  # a rotation cancels only if the GEMM's other operand has it as well
+
+
+def _rotate_alike(operand: Operand) -> Tensor:
+    """Return an operand as its format rotates it, unrounded."""
+    is_rotated = getattr(operand.to_format, "rotated", False)
+    return hadamard(operand.matrix, operand.dim) if is_rotated else operand.matrix
 
 
 @dataclass
@@ -342,13 +360,11 @@ class _Counting:
         return partial(self._count, _name_weights(prepared))
 
     def _count(self, names: Mapping[int, str], operand: Operand, cast: Cast) -> Tensor:
-        to_format, stored, read = operand.to_format, operand.matrix, cast(operand.matrix, operand.dim)
+        to_format, stored, read = operand.to_format, _rotate_alike(operand), cast(operand.matrix, operand.dim)
         named = [names[at] for at in operand.weights if at in names]
         if named and to_format is not None:
             self.seen.update(dict.fromkeys(named))
             counts = self._counts.setdefault((named[0], operand.part), [0, 0, 0])
-            if getattr(to_format, "rotated", False):
-                stored = hadamard(stored, operand.dim)
             counts[0] += read.numel()
             counts[1] += int(((read == 0) & (stored != 0)).sum())
             counts[2] += count_saturated(to_format, stored, read, operand.dim)

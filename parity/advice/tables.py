@@ -146,6 +146,7 @@ def _list_sentences(recipe: Recipe) -> Iterator[str]:
         f"With {count} in {recipe.base.upper()}, the error of {KINDS[recipe.by]}s goes from {short(kept.before)} to "
         f"{short(kept.after)} (predicted: {short(kept.predicted)}): {', '.join(f'`{name}`' for name in kept.layers)}."
     )
+    yield f"Alone, layers cause errors that add up in squares to {short(kept.added_up)}."
     if recipe.by != "outputs":
         for before, after in zip(recipe.outputs, kept.outputs, strict=True):
             yield f"That of `{before.name}` goes from {short(before.error)} to {short(after.error)}."

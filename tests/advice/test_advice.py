@@ -69,13 +69,15 @@ def test_a_layer_with_outliers_comes_first_and_in_bf16_lowers_the_error_as_predi
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
 @pytest.mark.parametrize("keep", [1, 3, 6])
-def test_what_several_layers_save_is_predicted_from_what_each_carries_alone(recipe, keep):
-    base, found = advice(stack_of(layers=6), recipe, keep=keep)
+@pytest.mark.parametrize("by", ["outputs", "gradients"])
+def test_what_several_layers_save_is_predicted_from_what_each_carries_alone(recipe, keep, by):
+    base, found = advice(stack_of(layers=6), recipe, keep=keep, by=by)
     assert sum(layer.share("outputs") for layer in found.layers) == pytest.approx(1.0)
     assert sum(layer.share("gradients") for layer in found.layers) == pytest.approx(1.0)
     assert found.kept.after == pytest.approx(found.kept.predicted, rel=0.2)
+    assert found.kept.added_up == pytest.approx(found.kept.before, rel=0.1)
     if keep == 6:
-        assert found.kept.after == pytest.approx(base.outputs[0].error, rel=0.01)
+        assert found.kept.after == pytest.approx(base.error(by), rel=0.01)
 
 
 def test_a_layer_is_what_te_computes_in_one_gemm():
