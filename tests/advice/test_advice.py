@@ -208,3 +208,22 @@ def test_a_written_pair_and_a_recipe_of_ones_own_become_a_page_a_plot_and_json(t
     assert "nothing here was measured on a GPU" in page
     assert "With 1 of 1 linear layer in BF16, the error of outputs goes from" in page
     assert "exact_backward: share of the error of outputs" in (folder / "recipes.html").read_text(encoding="utf-8")
+
+
+def test_a_port_with_the_layer_in_bf16_has_the_error_that_the_advice_says():
+    te, build, recipe = kernels("cpu"), stack_of(outliers=1), PRECISIONS["fp8_current"]
+    _, found = advice(build, "fp8_current", seeds=range(3), keep=1)
+    torch.manual_seed(0)
+    pair, x = build(te.te), torch.randn(32, WIDTH).bfloat16()
+    pair.reference.bfloat16().double()
+    golden = pair.reference(x.double()).detach()
+    port = pair.candidate.bfloat16()
+    port.load_state_dict(pair.reference.state_dict(), strict=False)
+    errors = []
+    for kept in ((), found.kept.layers):
+        y = x
+        for name, layer in port.named_children():
+            with te.te.autocast(enabled=name not in kept, recipe=recipe.new_recipe()):
+                y = layer(y)
+        errors.append(float((y.detach().double() - golden).norm() / golden.norm()))
+    assert errors == pytest.approx([found.kept.before, found.kept.after], rel=0.2)
