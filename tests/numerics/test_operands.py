@@ -334,3 +334,23 @@ def test_what_a_watch_returns_is_what_gemms_read():
     ):
         y = layer(x)
     torch.testing.assert_close(y, (4 * layer(x)).bfloat16().float())
+
+
+@pytest.mark.parametrize("plain", ["key", "value"])
+def test_a_layer_outside_of_te_leaves_the_gradient_of_one_with_the_same_inputs_and_channels_rounded(plain):
+    module, x, cotangent = Heads(), torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
+
+    def gradients(outside):
+        module.zero_grad()
+        outside = [getattr(module, name).weight for name in outside]
+        with rounded(PRECISIONS["fp8_current"].rounding, module.parameters(), FUSED, plain=outside) as phase:
+            y = module.key(x) + module.value(x)
+            phase.begin_backward()
+            y.backward(cotangent)
+        return {name: getattr(module, name).weight.grad.clone() for name in ("key", "value")}
+
+    found, of_plain, of_te = (gradients(outside) for outside in ([plain], ["key", "value"], []))
+    for name, gradient in found.items():
+        right, wrong = (of_plain, of_te) if name == plain else (of_te, of_plain)
+        assert torch.equal(gradient, right[name])
+        assert not torch.equal(gradient, wrong[name])
