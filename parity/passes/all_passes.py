@@ -254,7 +254,8 @@ def under_model(
 ) -> AbstractContextManager[Phase]:
     """Make the reference in FP32 round and choose as the port's kernels do, within the context."""
     parameters = dict(prepared.reference.named_parameters())
-    plain = [parameters[name] for name in prepared.outside_te]
+    is_spared = rounding.quantizes  # without a recipe, TE's modules read FP32 as TF32 as always
+    plain = [parameters[name] for name in prepared.outside_te | (prepared.unquantized if is_spared else frozenset())]
     roles = [(parameters[name], role) for name, role in prepared.roles.items()]
     together = [[parameters[name] for name in group] for group in weights_in_one_tensor(prepared.weights)]
     # If one tensor holds the weights of several experts, each expert has an amax of its own.
