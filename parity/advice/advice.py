@@ -41,6 +41,9 @@ KINDS: Mapping[str, Kind] = {"outputs": "output", "gradients": "weight gradient"
 # is smaller than this multiple of its quantization noise.
 STALLS_BELOW = math.sqrt(3.0)
 _SHARE_TO_REMOVE, _LAYERS_TO_KEEP = 0.5, 0.25
+_UNCHANGED = (
+    0.01  # of the base's error; less is that of FP32, as in the outputs of a recipe for the backward pass alone
+)
 
 Errors = dict[tuple[Kind, str], float]
 
@@ -174,8 +177,8 @@ def advise(
         precisions: those that round alike become one.
         keep: how many layers to keep unquantized; None for the fewest that carry half of the error, but at most a
             quarter of all.
-        by: a key of ``KINDS``, to rank layers; empty for gradients if all outputs are single numbers, such as a loss,
-            whose errors are mostly chance.
+        by: a key of ``KINDS``, to rank layers; empty for gradients if the recipe leaves outputs as they are, or if all
+            outputs are single numbers, such as a loss, whose errors are mostly chance.
 
     Raises:
         UserError: if none of the precisions has a recipe, the pair has no linear layer of TE's, or no gradients that
@@ -269,8 +272,6 @@ def _advise_on(
             "reference multiplies by a weight that the map carries to such a module"
         )
     recipe = _summarize(name, at_seeds, runs)
-    are_single = all(x.numel() == 1 for x in at_seeds[0].golden.outputs.values())
-    by = by or ("gradients" if are_single and recipe.gradients else "outputs")
     if by == "gradients" and not recipe.gradients:
         raise UserError("the pair has no weight gradients to rank layers by; rank them by outputs")
     groups = {name: tuple(group) for group in weights_in_one_tensor(at_seeds[0].weights) for name in group}
@@ -279,19 +280,24 @@ def _advise_on(
     for prepared in at_seeds:
         for unit, part, errors in _run_each_alone(prepared, rounding, units):
             for each, kind in KINDS.items():
-                squares[each, unit, part] += _mean_square(error for key, error in errors.items() if key[0] == kind)
-    wholes = {each: sum(square for key, square in squares.items() if key[0] == each) or 1.0 for each in KINDS}
+                of_kind = _mean_square(error for key, error in errors.items() if key[0] == kind)
+                squares[each, unit, part] += of_kind / len(at_seeds)
+    wholes = {each: sum(square for key, square in squares.items() if key[0] == each) for each in KINDS}
+    changed = [each for each in KINDS if wholes[each] > (_UNCHANGED * base.error(each)) ** 2]
+    are_single = all(x.numel() == 1 for x in at_seeds[0].golden.outputs.values())
+    by = by or ("gradients" if recipe.gradients and (are_single or "outputs" not in changed) else "outputs")
 
     def make_layer(unit: tuple[str, ...], parts: Sequence[str] = PARTS) -> Layer:
-        shares = {each: {part: squares[each, unit, part] / wholes[each] for part in parts} for each in KINDS}
+        shares = {
+            each: {part: squares[each, unit, part] / wholes[each] if each in changed else 0.0 for part in parts}
+            for each in KINDS
+        }
         return Layer(unit, shares, *(counting.list_shares(unit, count) for count in (1, 2)))
 
     layers = tuple(sorted(map(make_layer, units), key=lambda layer: -layer.share(by)))
     attention = None if rounding.attention == AttentionFormats() else make_layer((), ["attention"])
     recipe = replace(recipe, base=base.name.partition(",")[0], layers=layers, attention=attention, by=by)
-    return replace(
-        recipe, kept=_keep_some(recipe, rounding, at_seeds, base.error(by), wholes[by] / len(at_seeds), keep)
-    )
+    return replace(recipe, kept=_keep_some(recipe, rounding, at_seeds, base.error(by), wholes[by], keep))
 
 
 def _keep_some(
@@ -337,7 +343,8 @@ def _run_each_alone(
 
 
 def _round_one(of_unit: Collection[int], part: str, operand: Operand, cast: Cast) -> Tensor:
-    if operand.part == part and operand.weights and all(at in of_unit for at in operand.weights):
+    is_own = operand.part == part and operand.weights and all(at in of_unit for at in operand.weights)
+    if is_own and operand.to_format is not None:
         return cast(operand.matrix, operand.dim)
     return _rotate_alike(operand)  # a rotation cancels only if the GEMM's other operand has it as well
 

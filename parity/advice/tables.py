@@ -100,7 +100,9 @@ def _tabulate_recipes(recipes: Sequence[Recipe]) -> tuple[list[list[str]], list[
         outputs = {one.name: one for one in recipe.outputs}
         row = [recipe.name]
         for one in map(outputs.get, names):
-            row += [short(one.error), f"{one.bias:+.1e} ± {one.confidence:.1e}"] if one else ["–", "–"]
+            row += (
+                [short(one.error), f"{one.bias:+.1e} ± {one.confidence:.1e}".replace("nan", "?")] if one else ["–", "–"]
+            )
         name, worst = recipe.worst_gradient
         stalled = f"{len(recipe.stalled)} of {len(recipe.gradients)}"
         ratio = short(1.0 / worst) if worst else short(math.inf)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformer_engine.common.recipe import CustomRecipe
 
 import parity
 from parity.advice.advice import Recipe, advise, count_saturated
@@ -18,7 +19,7 @@ from parity.case.recipes import name_precisions
 from parity.case.validate import check_case
 from parity.cli import recipes as command
 from parity.numerics.formats import Quantized
-from parity.te import PRECISIONS, kernels
+from parity.te import PRECISIONS, Precision, kernels
 from parity.user_error import UserError
 
 WIDTH = 64
@@ -28,7 +29,7 @@ def advice(build, *names, seeds=(0, 1), **options):
     case = parity.Case("case", build, sizes=({},))
     te = kernels("cpu")
     (checked,) = check_case(case, te.te)
-    return advise(case, checked, [PRECISIONS[name] for name in names], seeds, te, **options)
+    return advise(case, checked, [PRECISIONS.get(name, name) for name in names], seeds, te, **options)
 
 
 def stack_of(layers=3, outliers=None, call=None, evaluation=False):
@@ -111,6 +112,18 @@ def test_layers_under_a_loss_are_ranked_by_gradients_and_the_loss_is_not_rounded
     assert base.outputs[0].error < torch.finfo(torch.bfloat16).eps / 8
     assert "That of output goes from" in describe([base, found])
     assert advice(build, "fp8_current", seeds=[0], by="outputs")[1].by == "outputs"
+
+
+def test_layers_are_ranked_by_gradients_if_a_recipe_is_for_the_backward_pass_alone():
+    def make():
+        from transformer_engine.pytorch.custom_recipes.quantizer_factory_zoo import high_precision_fwd_mxfp8_bwd_factory
+
+        return CustomRecipe(qfactory=high_precision_fwd_mxfp8_bwd_factory)
+
+    base, found = advice(stack_of(2), Precision("backward", torch.bfloat16, make))
+    assert found.by == "gradients"
+    assert found.outputs[0].error == pytest.approx(base.outputs[0].error)
+    assert [layer.share("outputs") for layer in found.layers] == [0.0, 0.0]
 
 
 def test_gradients_below_their_noise_are_flagged():
