@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -442,6 +443,30 @@ class PastAmaxes:
 # Give the GEMMs of linear layers their operands in the precision's formats: weights, inputs and gradients.
 
 
+@dataclass(frozen=True)
+class Operand:
+    """An operand of a linear layer's GEMM.
+
+    Attributes:
+        weights: the address of the layer's weight; several if it cannot be told from other layers, none if it is
+            unknown.
+        part: which operand it is.
+        matrix: FP32 ``[rows, columns]``, before any rounding.
+        dim: the dimension of it that the GEMM sums over.
+        to_format: the format to which it is rounded; None if it is read as it is stored.
+    """
+
+    weights: tuple[int, ...]
+    part: OperandPart
+    matrix: Tensor
+    dim: int
+    to_format: Format | None
+
+
+# Returns what a GEMM reads, given the operand and the function that rounds it.
+Watch = Callable[[Operand, Cast], Tensor]
+
+
 class LinearOperands:
     """The linear layers of one pass.
 
@@ -450,7 +475,7 @@ class LinearOperands:
         phase: the pass's phase.
         norms: the norms that the pass has seen.
         weights: the model's parameters.
-        scaled_together, plain, roles, weights_read, past: as for ``rounded``.
+        scaled_together, plain, roles, weights_read, past, watch: as for ``rounded``.
     """
 
     def __init__(
@@ -464,28 +489,32 @@ class LinearOperands:
         roles: Iterable[tuple[Tensor, Role]],
         weights_read: OperandsRead,
         past: PastAmaxes | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._past, self._place = past, 0
+        self._watch, self._layer = watch, tuple[int, ...]()
         self._storing, self._phase, self._norms = storing, phase, norms
         self._weights = {address(weight) for weight in weights}
         self._stacks = {address(weight): len(weight) for weight in weights if weight.dim() == 3 and len(weight) > 1}
         self._read_by_experts: set[int] = set()  # addresses of inputs
         self._scaled_together = {address(weight): group for group in scaled_together for weight in group}
-        # Layers that round otherwise than the rest, plain ones first: by their weights' addresses, by their inputs'
-        # and their number of output channels, and the gradient that was last multiplied by a weight.
+        # Layers that round otherwise than the rest, plain ones first, by their weights' addresses.
         self._plain_rounding = Rounding(storing.rounding.storage)
         self._own = {address(weight): self._plain_rounding for weight in plain}
-        if storing.rounding.by_role is not None:
-            self._own = {address(one): storing.rounding.by_role(role) for one, role in roles} | self._own
-        self._own_of_inputs: dict[int, dict[int, Rounding]] = defaultdict(dict)
-        self._gradient: tuple[Tensor, Rounding | None] | None = None
+        if (by_role := storing.rounding.by_role) is not None:
+            parts = storing.rounding.parts
+            self._own = {address(one): replace(by_role(role), parts=parts) for one, role in roles} | self._own
+        # By inputs' address and a layer's output channels: the weights.
+        self._readers: dict[tuple[int, int], dict[int, None]] = defaultdict(dict)
         self._inputs: dict[int, Tensor] = {}  # by address; kept, so that no address is reused
         self._read, self._weights_read = OperandsRead(), weights_read
         self.is_plain = False  # whether the operands that were read last are a plain layer's
 
     def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the operands as the GEMM reads them, summing over left's last dimension and right's last but one."""
-        own = self._find_own(left, right) if self._own else None
+        if self._own or self._watch is not None:
+            self._layer = tuple(self._find_weights(left, right))
+        own = next((self._own[at] for at in self._layer if at in self._own), None)
         self.is_plain = own is not None and own is self._plain_rounding
         if self.is_plain:
             return (
@@ -508,19 +537,16 @@ class LinearOperands:
             return True
         return self._phase.backward and bool(operands & self._read_by_experts)
 
-    def _find_own(self, left: Tensor, right: Tensor) -> Rounding | None:
-        """Return a layer's rounding if it has its own: one operand is its weight, or the product is its gradient."""
-        operands = {address(left), address(right)}
-        own = next((self._own[at] for at in operands if at in self._own), None)
-        if self._phase.backward and operands & self._weights:
-            self._gradient = left, own
-        elif own is not None:
-            self._own_of_inputs[address(left)][right.shape[-1]] = own
-        elif self._phase.backward and self._gradient is not None and address(self._gradient[0]) == address(left):
-            return self._gradient[1]  # autograd multiplies a result's gradient by the weight, and then by the input
-        # Other layers may read the same inputs. The gradient of this layer's result has as many channels as it.
-        is_gradient = own is None and self._phase.backward
-        return self._own_of_inputs.get(address(right), {}).get(left.shape[-2]) if is_gradient else own
+    def _find_weights(self, left: Tensor, right: Tensor) -> Iterable[int]:
+        """Return the addresses of the weight that the operands belong to: one is it, or the product is its gradient."""
+        own = {address(left), address(right)} & self._weights
+        if not self._phase.backward:
+            self._readers[address(left), right.shape[-1]].update(dict.fromkeys(own))
+        if own or not self._phase.backward:
+            return own
+        # Autograd has the weight at hand, unless the inputs have no gradient. Then other layers may read them as well;
+        # the gradient of this layer's result has as many channels as it.
+        return _find_saved() & self._weights or self._readers.get((address(right), left.shape[-2]), {})
 
     def _read_operand(self, x: Tensor, dim: int, is_wgrad: bool, rounding: Rounding) -> Tensor:
         if is_matrix(x):
@@ -553,6 +579,8 @@ class LinearOperands:
                 return self._storing.dithered_operand(stored, to_format, dim, amax).mul_(gain)
             return to_format(stored, dim, amax) if gain == 1.0 else to_format(stored, dim, amax).mul_(gain)
 
+        if self._watch is not None:
+            return self._watch(Operand(self._layer, part, matrix, dim, to_format), read)
         if is_rotated or self._storing.freedom.jitter is not None or whole.is_inference():
             return read(matrix, dim)
         is_along_dim = not is_alike_both_ways(to_format) or rounding.columnwise is not None
@@ -580,6 +608,14 @@ class LinearOperands:
         if not self._phase.backward:
             self._inputs[at] = x
         return "inputs" if at in self._inputs else "gradients"
+
+
+def _find_saved() -> set[int]:
+    """Return the addresses of the operands that the backward step at hand has saved of a product."""
+    node = torch._C._current_autograd_node()
+    with suppress(RuntimeError):  # a checkpoint gives them out only once
+        return addresses(getattr(node, f"_saved_{name}", None) for name in ("self", "mat1", "mat2"))
+    return set()
 
 
 def is_matrix(operand: Tensor) -> bool:
