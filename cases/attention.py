@@ -80,6 +80,19 @@ window_mha, window_gqa, window_mqa = (_case("window", name, _window) for name in
 padding_mha, padding_gqa, padding_mqa = (_case("padding", name, _padding) for name in HEADS)
 
 
+def _delayed_fp8():
+    from transformer_engine.common.recipe import DelayedScaling
+
+    return DelayedScaling(fp8_dpa=True)
+
+
+# On a Hopper, attention trains in FP8 with heads of 128 and with delayed scaling alone.
+FP8 = parity.recipe("fp8_delayed_dpa", _delayed_fp8)
+FP8_SIZE = dict(batch=2, seq=128, head_dim=128, heads=4, groups=2)
+causal_fp8 = parity.pair("attention_causal_fp8", sizes=[FP8_SIZE], precisions=[FP8])(_causal)
+full_fp8 = parity.pair("attention_full_fp8", sizes=[FP8_SIZE], precisions=[FP8])(_full)
+
+
 def rope_attention(te, weights, hidden, heads, groups, **te_arguments):
     rope = te.RotaryPositionEmbedding(hidden // heads)
     return parity.Pair(

@@ -61,3 +61,17 @@ def llama(te, hidden, ffn, heads, groups, **_):
         inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
         call_candidate=lambda module, x: module(x, rotary_pos_emb=rope(x.shape[1])),
     )
+
+
+def _delayed_with_fp8_attention():
+    from transformer_engine.common.recipe import DelayedScaling
+
+    return DelayedScaling(fp8_dpa=True, fp8_mha=True)
+
+
+# Attention's output and the gradients of its inputs stay in FP8 between it and its projections.
+llama_fp8_attention = parity.pair(
+    "transformer_layer_llama_fp8_attention",
+    sizes=[dict(batch=2, seq=128, hidden=512, ffn=768, heads=4, groups=2)],
+    precisions=[parity.recipe("fp8_delayed_mha", _delayed_with_fp8_attention)],
+)(llama.factory)

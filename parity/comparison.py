@@ -18,6 +18,7 @@ from parity.case.validate import CheckedSize
 from parity.judge import pictures
 from parity.judge.candidate import TeModules, by_recalling, finding_of_recalled, repeat
 from parity.judge.directions import Direction, directions
+from parity.judge.formats import describe_mixed, findings_of_formats
 from parity.judge.judge import (
     NONE_DRAWN,
     Drawn,
@@ -69,6 +70,7 @@ from parity.stages.locate import Stages, judge_stages
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.devices import classify
+from parity.te.seen_formats import SeenFormats
 from parity.te.state import Recomputes, own_recipes, quantization_seen
 from parity.trace import effects
 from parity.trace.calls import Misfit
@@ -365,6 +367,7 @@ def judge_outputs(request: Request) -> Comparison:
         attention=candidate.attention,
         determinism=candidate.determinism,
         equals=candidate.equals,
+        formats=candidate.formats,
     )
     # Only a search for the cause needs the passes, which may take much memory.
     return (comparison if comparison.needs_cause else Comparison(request)).ended(result)
@@ -411,16 +414,18 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
     seed, kernels = request.seed, request.kernels
     before = RandomState.now(kernels.device)
     ran: list[Pass] = []
-    recomputes, recalled, te_modules = Recomputes(), Recalled(), TeModules()
+    recomputes, recalled, te_modules, formats = Recomputes(), Recalled(), TeModules(), SeenFormats()
     watched = te_modules.watched() if checked.has_te else te_calls()
 
     def watch(module: nn.Module) -> None:
         recomputes.watch(module)
         te_modules.of(module)
+        formats.of(module)
 
     looked = quantization_seen() if precision.recipe else nullcontext([""])
+    looked_closely = formats.watched() if precision.recipe else nullcontext()
     on_backend = attention_backends(request.attention)
-    with on_backend as seen, watched as te_called, recomputes.recorded(), looked as quantized:
+    with on_backend as seen, watched as te_called, recomputes.recorded(), looked_closely, looked as quantized:
         candidate, unreached = run_candidate(
             *(case, checked, prepared, precision, seed, kernels, watch, ran.append, recalled)
         )
@@ -440,6 +445,9 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
         detached_outputs=ran[0].detached_outputs,
         numbers=ran[0].numbers,
         recalled=recalled,
+        formats=formats.rows,
+        misformatted=findings_of_formats(formats.rows, prepared.formats, precision, formats.roles),
+        mixed=describe_mixed(formats.rows, prepared.formats, precision, formats.roles),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         calls_te=checked.has_te or bool(te_called),
         equals="" if quantized else next(name for name, each in PRECISIONS.items() if each.dtype == precision.dtype),
@@ -528,7 +536,7 @@ def _judge_by(
 def _provisional_failure(comparison: Comparison) -> Result:
     """Return the failure that stands if nothing more becomes known."""
     candidate, tensors, notes = comparison.candidate, comparison.tensors, comparison.remarks
-    result = comparison.request.result("failed", tensors=tensors, findings=candidate.recomputed, notes=notes)
+    result = comparison.request.result("failed", tensors=tensors, findings=candidate.observed, notes=notes)
     return as_printable(replace(result, attention=candidate.attention, determinism=candidate.determinism))
 
 
@@ -592,13 +600,13 @@ def _decide_result(comparison: Comparison) -> Result:
             return request.result("error", reason=reason, notes=notes)
         if comparison.unlike:
             return request.result("error", reason=comparison.unlike, notes=notes)
-        unseen = candidate.recomputed + numbers + by_recalling(candidate.recalled, tensors)
+        unseen = candidate.observed + numbers + by_recalling(candidate.recalled, tensors)
         if unseen:
             return request.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes)
         return request.result("passed", tensors=tensors, notes=notes)
     notes += tuple(filter(None, [comparison.unlike, *(number.message for number in numbers)]))
-    comparison.needs_cause = True
-    return request.result("failed", tensors=tensors, findings=candidate.recomputed, notes=notes)
+    comparison.needs_cause = not candidate.misformatted  # else the expected errors are those of other formats
+    return request.result("failed", tensors=tensors, findings=candidate.observed, notes=notes)
 
 
 def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> Iterator[str]:
@@ -611,7 +619,8 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     yield from prepared.apart
     not_compared = prepared.golden.not_compared
     compared = tensors, candidate.tensors, prepared.reference, not_compared
-    recipe = type(precision.new_recipe()).__name__ if precision.recipe else None
+    is_told = candidate.mixed or candidate.misformatted  # what small errors would only suggest
+    recipe = type(precision.new_recipe()).__name__ if precision.recipe and not is_told else None
     yield from remarks(*compared, precision.dtype, recipe, log_probs)
     golden = golden_tensors(prepared)
     yield from pictures.describe_pictures(log_probs, candidate.tensors, golden, models)
@@ -621,7 +630,8 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
         yield LOOKS_UP_ELSE
     yield from left_unproven(tensors, not prepared.evaluation)
     changed = prepared.golden.changed_inputs, candidate.changed_inputs
-    yield from filter(None, [effects.by_reference_alone(*changed), "" if candidate.calls_te else WITHOUT_TE])
+    not_te = "" if candidate.calls_te else WITHOUT_TE
+    yield from filter(None, [effects.by_reference_alone(*changed), not_te, candidate.mixed])
 
 
 # The search for the cause of a failure.
@@ -657,12 +667,12 @@ def _search_for_cause(comparison: Comparison, seconds: float) -> Result:
     )
     if _passes_alone(comparison):
         remembered = finding_of_recalled(candidate.recalled, "it returns something other than a new module does")
-        return replace(result, findings=(*candidate.recomputed, remembered))
+        return replace(result, findings=(*candidate.observed, remembered))
     missed = gradients_missed(candidate.unreached, prepared.weights, prepared.golden.weight_gradients)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from references that are wrong on purpose
         found, notes = explain(failure, missed, comparison.known, seconds)
-    return replace(result, findings=candidate.recomputed + found, notes=(*result.notes, *notes))
+    return replace(result, findings=candidate.observed + found, notes=(*result.notes, *notes))
 
 
 def _to_explain(

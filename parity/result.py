@@ -353,6 +353,24 @@ class StageResult:
     is_off: bool
 
 
+OR = ", or "
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFormats:
+    """The formats of GEMM operands that modules of TE's computed with, as its kernels were given them.
+
+    Attributes:
+        modules: names of the modules in the candidate; empty for the candidate itself.
+        operands: by GEMM and operand, such as ``fprop weight``, ``wgrad gradient`` or ``attention qkv``, the format:
+            ``E4M3, one scale``, ``E4M3, 1x128``, ``E2M1, 1x16 (rotated)`` or ``bf16``; several if calls or a
+            module's GEMMs differ, joined by ``OR``.
+    """
+
+    modules: tuple[str, ...]
+    operands: dict[str, str]
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Result:
     """The result of one case at one size, precision and seed.
@@ -383,6 +401,8 @@ class Result:
         ranks: the ranks that computed the candidate, such as ``tp2-sp``; empty for one process.
         equals: the precision without a recipe that this one equals, since nothing in the pass was quantized; empty if
             something was, or if that was not watched, as in trainings and over ranks.
+        formats: the formats that TE's modules really computed in, at a precision with a recipe; empty if that was not
+            watched, as in trainings and over ranks, and in older records.
     """
 
     case: str
@@ -408,6 +428,7 @@ class Result:
     stages: tuple[StageResult, ...] = ()
     ranks: str = ""
     equals: str = ""
+    formats: tuple[ModuleFormats, ...] = ()
 
     def __repr__(self) -> str:
         told = self.reason or ("within its limits" if self.within_limits else f"margin {self.margin:.3g}")

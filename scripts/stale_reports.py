@@ -40,6 +40,7 @@ DEPENDS = {
     "reports/kernel_freedoms.md": (*VERDICT, "../lab/zoo", "../lab/corpus", "measuring/hosts"),
     "reports/judge_constants.md": (*VERDICT, "measuring/right_ports.py", "measuring/hosts", "../lab/corpus"),
     "reports/h?00/*.md": CAUSE,
+    "reports/recipes/*.md": (*VERDICT, "advice"),
     "reports/studies/names.md": (*CAUSE, "../lab/studies/names/study.py", "../lab/corpus"),
     "reports/studies/ranks.md": (*CAUSE, "../lab/studies/ranks/study.py", "../lab/corpus"),
     "reports/studies/trainings.md": (*CAUSE, "../lab/studies/trainings/study.py", "../lab/corpus"),

@@ -23,6 +23,7 @@ from parity.case.weight_map import WeightMap
 from parity.ranks.layout import IN_ONE_PROCESS, WHOLE, Degrees, Parallel, Ranks
 from parity.result import Switch
 from parity.settings import MOST_STEPS
+from parity.te import Precision
 from parity.te.attention_backend import AttentionBackend
 from parity.te.devices import cuda_is_cpu_without_gpu
 from parity.user_error import UserError
@@ -169,6 +170,9 @@ class Pair:
         parallel: how the candidate is computed over ranks, for a pair that is declared with ``ranks=``.
         evaluation: whether both are called in evaluation mode and without gradients, so that only outputs are
             compared, for example of a model that decodes with a cache.
+        formats: the precision whose formats TE's modules must have, by patterns of their names: ``{"layers.0.*":
+            "bf16"}``. Modules that it does not name must have the formats of the precision that is compared, if it has
+            a recipe; at others, it says nothing. Empty if any formats will do.
     """
 
     reference: nn.Module
@@ -181,6 +185,7 @@ class Pair:
     training: Training = Training()
     parallel: Parallel = IN_ONE_PROCESS
     evaluation: bool = False
+    formats: Mapping[str, str | Precision] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Expand the weight map's entries that stand for several layers; whether they fit is checked later."""
@@ -218,6 +223,7 @@ class Case:
         cotangents: the gradient with respect to each output, by name, if a recorded pass had it; empty draws them.
         part_of: the whole case, if only some of its outputs are compared here; None for all outputs.
         outputs: names of the outputs of this part; empty for all.
+        formats: as in ``Pair``, whose own come after these.
     """
 
     name: str
@@ -240,6 +246,7 @@ class Case:
     cotangents: Mapping[str, Tensor] = field(default_factory=dict)
     part_of: Case | None = None
     outputs: tuple[str, ...] = ()
+    formats: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def whole(self) -> Case:
@@ -249,7 +256,10 @@ class Case:
     def build(self, te: ModuleType, size: Size) -> Pair:
         """Build the pair at one size."""
         with cuda_is_cpu_without_gpu():
-            return self.factory(te, **size, **({"ranks": self.at} if self.ranks else {}))
+            pair = self.factory(te, **size, **({"ranks": self.at} if self.ranks else {}))
+        return (
+            replace(pair, formats={**self.formats, **pair.formats}) if self.formats and isinstance(pair, Pair) else pair
+        )
 
     def runs_at(self, precision: str) -> bool:
         """Return whether the case is compared at the precision of this name if a run asks for it."""

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, MappingProxyType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from parity import te
 from parity.case.case import Case, Pair, Size, are_same, checked_steps, checked_switches
 from parity.case.files import Place, place_of
+from parity.case.formats import checked_formats
 from parity.ranks.layout import Degrees, degrees
 from parity.result import Switch
 from parity.settings import check_precisions
@@ -192,6 +193,7 @@ def pair(
     steps: int = 0,
     switches: Iterable[Switch] = (),
     ranks: Iterable[Mapping[str, int]] | Mapping[str, int] = (),
+    formats: Mapping[str, str | te.Precision] = MappingProxyType({}),
 ) -> Callable[[Callable[..., Pair]], Case]:
     """Declare the decorated factory as a case: ``factory(te, **size)`` returns a ``parity.Pair``.
 
@@ -213,6 +215,7 @@ def pair(
         ranks: layouts of ranks that compute the candidate, each in an item of its own, such as ``[dict(tp=2)]``:
             degrees of ``tp``, ``cp``, ``ep``, ``dp`` and ``pp``, and ``sequence_parallel``. The factory is then called
             with ``ranks=``, a ``parity.Ranks`` with the process groups.
+        formats: the precisions whose formats TE's modules must have, by patterns of their names, as in ``parity.Pair``.
 
     Returns:
         A decorator that replaces the factory by its ``Case``.
@@ -244,6 +247,7 @@ def pair(
                 steps=checked_steps(steps),
                 switches=checked_switches(_require_names("switches", switches), steps),
                 ranks=checked_ranks(ranks),
+                formats=checked_formats(formats),
                 path=place.path,
                 line=place.line,
             )

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from parity.case import transfer
 from parity.case.case import Case, Pair, Rng, Size, Training, are_same, draw_inputs
+from parity.case.formats import check_patterns, checked_formats, keeps_unquantized
 from parity.case.map_check import check_map, other_names
 from parity.case.weight_map import WeightMapError, names
 from parity.numerics.formats import Role
@@ -148,6 +149,17 @@ def parameters_outside_te(pair: Pair) -> frozenset[str]:
     return frozenset(name for left in pair.weights for name in names(left)) - inside
 
 
+def parameters_kept_unquantized(pair: Pair) -> frozenset[str]:
+    """Return the reference's parameters that the candidate holds in modules which the pair asks to quantize nothing."""
+    formats = checked_formats(pair.formats)
+    kept = {
+        name for name, _ in pair.candidate.named_parameters() if keeps_unquantized(formats, name.rpartition(".")[0])
+    }
+    return frozenset(
+        name for left, right in pair.weights.items() if kept.issuperset(names(right)) for name in names(left)
+    )
+
+
 def roles_of_parameters(pair: Pair) -> dict[str, Role]:
     """Return the roles that TE's modules give the reference's parameters that they hold, by the parameters' names."""
     held = {
@@ -246,6 +258,7 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
     with located(case, size):
         pair, drawn = _build_without_memory(case, te, size)
         _check_plain(pair)
+        check_patterns(checked_formats(pair.formats), of_te(pair.candidate))
         try:
             check_map(
                 pair.weights,

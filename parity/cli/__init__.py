@@ -184,6 +184,37 @@ def coverage(
 
 @add_command(
     app,
+    "parity recipes my_pairs.py::llama",
+    "parity recipes my_pairs.py::llama -p fp8_current,my_recipes.py::mine --report reports/recipes",
+    name="recipes",
+)
+def advise_on_recipes(
+    target: Annotated[
+        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
+    ],
+    precision: Precisions = None,
+    size: Annotated[str, typer.Option(help="Arguments of the pair: layers=3; or a size's number.")] = "0",
+    seeds: Annotated[str, typer.Option(help="3 means seeds 0 to 2; 0,3,7 lists them.")] = "3",
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Layers to keep unquantized [half of the error, at most a quarter].")
+    ] = None,
+    by: Annotated[
+        str, typer.Option(help="Rank layers by outputs or gradients [gradients if there is only a loss].")
+    ] = "",
+    report: Annotated[Path | None, typer.Option(help="Folder for a page, a plot and JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    backend: BackendName = "auto",
+) -> None:
+    """Show what each recipe costs in a pair, and which layers to keep in BF16, as the model of rounding computes it."""
+    from parity.cli import recipes
+    from parity.plugin.options import parse_precisions, parse_seeds
+
+    chosen = parse_precisions(",".join(precision or ()))
+    print(recipes.advise(target, chosen, size, parse_seeds(seeds), keep, by, report, as_json, backend))
+
+
+@add_command(
+    app,
     "parity judge dump --reference my_pairs.py::llama",
     "parity judge dump --reference my_pairs.py::llama --size 1 --step 100 -p fp8_current",
 )

@@ -25,6 +25,7 @@ from parity.passes.refusals import gradients_missed
 from parity.result import Determinism, Finding, TensorResult, label_of
 from parity.shown import few_of
 from parity.te import emulation
+from parity.te.seen_formats import NAME_MARK
 from parity.trace.digests import Trace, as_bytes, first_difference
 from parity.trace.effects import RandomState, kept, other_numbers
 from parity.trace.whose import is_in_call, is_te, line_running, watching_calls
@@ -125,7 +126,6 @@ _WITHOUT_PARAMETERS = (
     *("FusibleOperation", "BasicOperation", "FusedOperation"),
 )
 _KERNELS = tuple(str(Path(str(of.__file__)).parent) for of in (torch, emulation.cuda))  # TE calls them
-_MARK = "_parity_name"  # the attribute for a module's name in the candidate, which copies of the module keep
 _COPIES = ("clone", "copy_", "detach", "alias", "zero_")  # functions that compute nothing from a weight
 _MOST_TOLD = 4  # names in a message
 
@@ -149,7 +149,7 @@ class TeModules:
         """
         self._candidate = candidate if self._candidate is None else self._candidate
         for name, module in of_te(candidate).items():
-            vars(module)[_MARK] = name
+            vars(module)[NAME_MARK] = name
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -166,7 +166,7 @@ class TeModules:
             yield
 
     def _note_module(self, module: nn.Module) -> None:
-        name = vars(module).get(_MARK)
+        name = vars(module).get(NAME_MARK)
         if name is not None:
             self._ran.add(name)
         # A module that is not the candidate's own may compute with the weights of one that is.

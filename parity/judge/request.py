@@ -13,7 +13,7 @@ from parity.case.validate import CheckedSize
 from parity.judge.limits import Table
 from parity.passes.all_passes import Recalled, Tensors, run_candidate
 from parity.passes.prepare import Prepared
-from parity.result import Determinism, Finding, Result, Status
+from parity.result import Determinism, Finding, ModuleFormats, Result, Status
 from parity.te.attention_backend import AttentionBackend, attention_backends
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ class CandidateRun:
         detached_outputs: names of its outputs that require no gradient.
         numbers: the Python numbers that it returned.
         recalled: the outputs of its successive calls, which show whether it keeps state.
+        formats: what each module of TE's computed in, at a precision with a recipe.
+        misformatted: a finding if modules had other formats than the pair asks for.
+        mixed: what to say about modules that computed without the recipe, if the pair asks for no formats.
         recomputed: a finding if the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
         equals: the precision without a recipe that the pass equals, since nothing in it was quantized; else empty.
@@ -55,6 +58,9 @@ class CandidateRun:
     detached_outputs: tuple[str, ...] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
     recalled: Recalled = field(default_factory=Recalled)
+    formats: tuple[ModuleFormats, ...] = ()
+    misformatted: tuple[Finding, ...] = ()
+    mixed: str = ""
     recomputed: tuple[Finding, ...] = ()
     calls_te: bool = True
     equals: str = ""
@@ -62,6 +68,11 @@ class CandidateRun:
     summed: Tensors = field(default_factory=dict)
     values: Sequence[Watched] | None = None
     stages: dict[Any, Stages] = field(default_factory=dict)
+
+    @property
+    def observed(self) -> tuple[Finding, ...]:
+        """Return the findings that do not rest on numbers."""
+        return self.misformatted + self.recomputed
 
 
 OnProgress = Callable[[Result | None, bool], object]

@@ -95,6 +95,7 @@ _TITLES = {
     "PAR309": ("master-weights",),
     "PAR310": ("own-recipe",),
     "PAR311": ("log-softmax-precision",),
+    "PAR312": ("other-format",),
     "PAR401": ("gradient-scale",),
     "PAR402": ("gradient-accumulation",),
     "PAR403": ("gradient-path-missing", "embeddings-not-tied", "padding-row"),
@@ -162,7 +163,7 @@ _TITLES_BY_NEED = {
     "masked tokens": "hidden-rows",
     "decoding": "cached-before-rope cache-not-reset cache-shared",
     "FP8": "fp8-scale-stale fp8-gradient-scale fp8-margin fp8-scale-inverted amax-history-lost amax-not-recorded "
-    "amax-of-another-tensor scale-not-updated amax-group",
+    "amax-of-another-tensor scale-not-updated amax-group other-format",
     "FP32": "tf32",
     "a training": "gradient-not-zeroed stale-batch stale-gradient stale-weights state-between-steps state-not-saved "
     "graph-stale-input graph-frozen-value graph-lost-gradient graph-not-captured graph-differs compiled-differs "

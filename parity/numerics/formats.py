@@ -94,6 +94,25 @@ class Quantized:
         return self._cast_to_fp8(x, largest(x) if amax is None else amax)
 
     @property
+    def words(self) -> str:
+        """Return it as reports show it: numbers, block (across the summed dimension and along it), and what is unusual.
+
+        How an amax is found is not part of it: delayed and current scaling are both ``E4M3, one scale``.
+        """
+        is_usual = self.numbers == "E2M1" or self.power_of_two == bool(self.along)
+        unusual = {
+            "FP32 scales" if self.along else "a power of two": not is_usual,
+            "rotated": self.rotated,
+            "stochastic": self.stochastic,
+            "a scale a row": self.row_scaled,
+            f"scales to {self.largest_scale:g}": self.largest_scale != 448.0,
+            f"four over six by {self.four_over_six}": bool(self.four_over_six),
+        }
+        told = ", ".join(words for words, applies in unusual.items() if applies)
+        block = f"{self.across}x{self.along}" if self.along else "one scale"
+        return f"{self.numbers}, {block}{told and f' ({told})'}"
+
+    @property
     def is_alike_both_ways(self) -> bool:
         """Whether a matrix is the same whichever dimension a GEMM sums over."""
         return not self.rotated and self.along in (0, self.across)
@@ -200,6 +219,25 @@ class Recast:
         amax = largest(x) if amax is None else amax
         once = self.to_format(x, dim, amax * math.sqrt(2.0))  # one grid's numbers lie between those of the other
         return self.to_format(once.clamp(-amax, amax), dim, amax).mul_(self.gain)
+
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+UNQUANTIZED = frozenset(_DTYPES.values())
+"""What ``describe_format`` returns for operands that no format rounds."""
+
+
+def describe_format(to_format: Format | None, dtype: torch.dtype) -> str:
+    """Return a format of operands in words, such as ``E4M3, one scale``, ``E4M3, 1x128`` or ``bf16``.
+
+    Args:
+        to_format: None for an operand that stays as it is stored.
+        dtype: what it is stored in.
+    """
+    if isinstance(to_format, Requantized):
+        return describe_format(to_format.then, dtype)
+    if isinstance(to_format, Recast):
+        return to_format.to_format.words
+    return to_format.words if isinstance(to_format, Quantized) else _DTYPES.get(dtype, str(dtype))
 
 
 def is_alike_both_ways(to_format: Format | None) -> bool:
@@ -357,6 +395,12 @@ class Rounding:
     attention: AttentionFormats = AttentionFormats()
     by_role: Callable[[Role], Rounding] | None = None
     parts: frozenset[Part] = PARTS
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether it is a recipe's."""
+        operands = self.inputs, self.weights, self.gradients
+        return self.by_role is not None or any(isinstance(one, (Quantized, Requantized)) for one in operands)
 
     @property
     def scales_whole_weights(self) -> bool:

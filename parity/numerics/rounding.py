@@ -73,6 +73,7 @@ from parity.numerics.storing import (
     StepsRounded,
     Stored,
     Storing,
+    Watch,
     is_matrix,
     written,
 )
@@ -327,6 +328,7 @@ def rounded(
     choices: Choices | None = None,
     stored: Stored | None = None,
     past: PastAmaxes | None = None,
+    watch: Watch | None = None,
 ) -> Iterator[Phase]:
     """Make FP32 PyTorch code round like a faithful kernel at the precision, within the context.
 
@@ -344,13 +346,14 @@ def rounded(
         choices: records choices, and chooses as a port did; None for neither.
         stored: tensors that need not be rounded when they are stored; those that this pass rounds are added.
         past: the amaxes of delayed scaling in earlier steps of a training; None to scale each tensor by its own.
+        watch: decides what GEMMs of linear layers read; None to round all of their operands.
 
     Yields:
         The phase, which must be told when the backward pass begins.
     """
-    storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored())
+    storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored(), past)
     read = weights_read or OperandsRead()
-    mode = _RoundingMode(storing, weights, scaled_together, plain, roles, kinks, read, choices, past)
+    mode = _RoundingMode(storing, weights, scaled_together, plain, roles, kinks, read, choices, past, watch)
     with (
         sdpa_kernel(SDPBackend.MATH),
         mode.steps.watched(),
@@ -376,6 +379,7 @@ class _RoundingMode(TorchDispatchMode):
         weights_read: OperandsRead,
         choices: Choices | None,
         past: PastAmaxes | None,
+        watch: Watch | None,
     ) -> None:
         super().__init__()
         held = list(weights or ())
@@ -387,7 +391,7 @@ class _RoundingMode(TorchDispatchMode):
         self._attention = Attention(storing, self.phase)
         outside_te = list(plain)
         self._linear = LinearOperands(
-            storing, self.phase, self._norms, held, scaled_together, outside_te, roles, weights_read, past
+            storing, self.phase, self._norms, held, scaled_together, outside_te, roles, weights_read, past, watch
         )
         self._lineage = None if weights is None else Lineage(held)
         self._plain_lineage = Lineage(outside_te)

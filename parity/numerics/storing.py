@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,16 +80,18 @@ class Storing:
         rounding: the precision's roundings.
         freedom: the choices of the kernels that are modelled.
         stored: tensors that are stored already; those that this pass stores are added.
+        past: the amaxes of earlier steps of a training.
     """
 
-    def __init__(self, rounding: Rounding, freedom: Freedom, stored: Stored) -> None:
+    def __init__(self, rounding: Rounding, freedom: Freedom, stored: Stored, past: PastAmaxes | None = None) -> None:
         self.rounding = rounding
         self.freedom = freedom
         self._roundoff = torch.finfo(rounding.storage).eps / 2
         self._noise: torch.Generator | None = None
         self._stored = stored
-        # By address: results that attention has cast, and the amaxes that their scales come from.
-        self.amaxes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._past, self._casts = past, 0
+        # By address: a result that attention has cast, the amax that its scale comes from, and by how much it leans.
+        self.cast_results: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def store(self, x: Tensor, part: Part = "storage") -> Tensor:
         """Return ``x`` as ``Rounding.store_part`` does, with the freedom's noise except on weights."""
@@ -119,9 +122,9 @@ class Storing:
         """
         to_format = getattr(self.rounding.attention, part) if "attention" in self.rounding.parts else None
         if part in ("context", "qkv_gradients"):  # results, which a GEMM has in FP32
-            stored = self.store(x if to_format is None else self._cast(x, to_format))
+            stored = self.store(x if to_format is None else self._cast(x, to_format, part))
             if to_format is not None:
-                self.amaxes[address(stored)] = stored, largest(x) * to_format.gain
+                self.cast_results[address(stored)] = stored, largest(x), to_format.gain
             return stored
         if part not in ("probabilities", "score_gradients") or to_format is None:
             x = self.operand(x, "attention")
@@ -129,16 +132,19 @@ class Storing:
             return x
         if getattr(to_format, "along", 0):  # blocks are those of a matrix
             rows = x.transpose(-1, dim).flatten(0, -2)
-            return self._cast(rows, to_format).view(x.transpose(-1, dim).shape).transpose(-1, dim)
-        return self._cast(x, to_format, amax)
+            return self._cast(rows, to_format, part).view(x.transpose(-1, dim).shape).transpose(-1, dim)
+        return self._cast(x, to_format, part, amax)
 
     def cast_in_place(self, x: Tensor, part: AttentionPart) -> None:
         """Cast a result of attention's in its own memory."""
         cast = self.in_attention(x, part)
-        _, amax = self.amaxes.pop(address(cast))
-        self.amaxes[address(x)] = x.copy_(cast), amax
+        _, amax, gain = self.cast_results.pop(address(cast))
+        self.cast_results[address(x)] = x.copy_(cast), amax, gain
 
-    def _cast(self, x: Tensor, to_format: Format, amax: Tensor | None = None) -> Tensor:
+    def _cast(self, x: Tensor, to_format: Format, part: AttentionPart, amax: Tensor | None = None) -> Tensor:
+        self._casts += 1
+        if self._past is not None and part in self._past.in_attention:
+            x, amax = self._past.scaled(-self._casts, x, amax)  # linear layers' places are positive
         return self.dithered_operand(x, to_format, -1, amax) if self.freedom.dithers else to_format(x, amax=amax)
 
     def is_stored(self, x: Tensor) -> bool:
@@ -382,7 +388,8 @@ class PastAmaxes:
     """The amax that delayed scaling has seen of each operand, by the operand's place in a pass.
 
     Attributes:
-        is_followed: whether scales come from earlier steps at all.
+        is_followed: whether scales of linear layers' operands come from earlier steps.
+        in_attention: those of attention's tensors whose scales do.
         before: the amaxes of earlier steps, from which this step's scales come; larger values saturate. An operand
             without one is scaled by its own amax, as in a step that settled its scales.
         seen: the amaxes of this step.
@@ -394,11 +401,28 @@ class PastAmaxes:
 
     def __init__(self) -> None:
         self.is_followed = False
+        self.in_attention: frozenset[str] = frozenset()
         self.names: dict[int, str] = {}
         self.held: set[int] = set()
         self.multiplied: dict[tuple[str, bool], Tensor] = {}
         self.before: dict[int, Tensor] = {}
         self.seen: dict[int, Tensor] = {}
+
+    def follow(self, before: dict[int, Tensor], parts: frozenset[str]) -> None:
+        """Take the scales of a step from these amaxes.
+
+        Args:
+            before: what ``after_step`` returned after the step before.
+            parts: ``linear`` if linear layers' operands are scaled by history, and such parts of attention.
+        """
+        self.before, self.is_followed, self.in_attention = before, "linear" in parts, parts - {"linear"}
+
+    def scaled(self, place: int, stored: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return a tensor clamped to the amax that its scale comes from, and this amax."""
+        own = largest(stored) if amax is None else amax
+        self.seen.setdefault(place, own)
+        scaled_by = self.before.get(place, own)
+        return torch.minimum(torch.maximum(stored, -scaled_by), scaled_by), scaled_by
 
     def note(self, weight: Tensor, other: Tensor, is_gradient: bool) -> None:
         """Note the largest magnitude of the other operand of a product, if the first is a named weight."""
@@ -419,6 +443,30 @@ class PastAmaxes:
 # Give the GEMMs of linear layers their operands in the precision's formats: weights, inputs and gradients.
 
 
+@dataclass(frozen=True)
+class Operand:
+    """An operand of a linear layer's GEMM.
+
+    Attributes:
+        weights: the address of the layer's weight; several if it cannot be told from other layers, none if it is
+            unknown.
+        part: which operand it is.
+        matrix: FP32 ``[rows, columns]``, before any rounding.
+        dim: the dimension of it that the GEMM sums over.
+        to_format: the format to which it is rounded; None if it is read as it is stored.
+    """
+
+    weights: tuple[int, ...]
+    part: OperandPart
+    matrix: Tensor
+    dim: int
+    to_format: Format | None
+
+
+# Returns what a GEMM reads, given the operand and the function that rounds it.
+Watch = Callable[[Operand, Cast], Tensor]
+
+
 class LinearOperands:
     """The linear layers of one pass.
 
@@ -427,7 +475,7 @@ class LinearOperands:
         phase: the pass's phase.
         norms: the norms that the pass has seen.
         weights: the model's parameters.
-        scaled_together, plain, roles, weights_read, past: as for ``rounded``.
+        scaled_together, plain, roles, weights_read, past, watch: as for ``rounded``.
     """
 
     def __init__(
@@ -441,28 +489,32 @@ class LinearOperands:
         roles: Iterable[tuple[Tensor, Role]],
         weights_read: OperandsRead,
         past: PastAmaxes | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._past, self._place = past, 0
+        self._watch, self._layer = watch, tuple[int, ...]()
         self._storing, self._phase, self._norms = storing, phase, norms
         self._weights = {address(weight) for weight in weights}
         self._stacks = {address(weight): len(weight) for weight in weights if weight.dim() == 3 and len(weight) > 1}
         self._read_by_experts: set[int] = set()  # addresses of inputs
         self._scaled_together = {address(weight): group for group in scaled_together for weight in group}
-        # Layers that round otherwise than the rest, plain ones first: by their weights' addresses, by their inputs'
-        # and their number of output channels, and the gradient that was last multiplied by a weight.
+        # Layers that round otherwise than the rest, plain ones first, by their weights' addresses.
         self._plain_rounding = Rounding(storing.rounding.storage)
         self._own = {address(weight): self._plain_rounding for weight in plain}
-        if storing.rounding.by_role is not None:
-            self._own = {address(one): storing.rounding.by_role(role) for one, role in roles} | self._own
-        self._own_of_inputs: dict[int, dict[int, Rounding]] = defaultdict(dict)
-        self._gradient: tuple[Tensor, Rounding | None] | None = None
+        if (by_role := storing.rounding.by_role) is not None:
+            parts = storing.rounding.parts
+            self._own = {address(one): replace(by_role(role), parts=parts) for one, role in roles} | self._own
+        # By inputs' address and a layer's output channels: the weights.
+        self._readers: dict[tuple[int, int], dict[int, None]] = defaultdict(dict)
         self._inputs: dict[int, Tensor] = {}  # by address; kept, so that no address is reused
         self._read, self._weights_read = OperandsRead(), weights_read
         self.is_plain = False  # whether the operands that were read last are a plain layer's
 
     def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the operands as the GEMM reads them, summing over left's last dimension and right's last but one."""
-        own = self._find_own(left, right) if self._own else None
+        if self._own or self._watch is not None:
+            self._layer = tuple(self._find_weights(left, right))
+        own = next((self._own[at] for at in self._layer if at in self._own), None)
         self.is_plain = own is not None and own is self._plain_rounding
         if self.is_plain:
             return (
@@ -485,19 +537,16 @@ class LinearOperands:
             return True
         return self._phase.backward and bool(operands & self._read_by_experts)
 
-    def _find_own(self, left: Tensor, right: Tensor) -> Rounding | None:
-        """Return a layer's rounding if it has its own: one operand is its weight, or the product is its gradient."""
-        operands = {address(left), address(right)}
-        own = next((self._own[at] for at in operands if at in self._own), None)
-        if self._phase.backward and operands & self._weights:
-            self._gradient = left, own
-        elif own is not None:
-            self._own_of_inputs[address(left)][right.shape[-1]] = own
-        elif self._phase.backward and self._gradient is not None and address(self._gradient[0]) == address(left):
-            return self._gradient[1]  # autograd multiplies a result's gradient by the weight, and then by the input
-        # Other layers may read the same inputs. The gradient of this layer's result has as many channels as it.
-        is_gradient = own is None and self._phase.backward
-        return self._own_of_inputs.get(address(right), {}).get(left.shape[-2]) if is_gradient else own
+    def _find_weights(self, left: Tensor, right: Tensor) -> Iterable[int]:
+        """Return the addresses of the weight that the operands belong to: one is it, or the product is its gradient."""
+        own = {address(left), address(right)} & self._weights
+        if not self._phase.backward:
+            self._readers[address(left), right.shape[-1]].update(dict.fromkeys(own))
+        if own or not self._phase.backward:
+            return own
+        # Autograd has the weight at hand, unless the inputs have no gradient. Then other layers may read them as well;
+        # the gradient of this layer's result has as many channels as it.
+        return _find_saved() & self._weights or self._readers.get((address(right), left.shape[-2]), {})
 
     def _read_operand(self, x: Tensor, dim: int, is_wgrad: bool, rounding: Rounding) -> Tensor:
         if is_matrix(x):
@@ -510,6 +559,7 @@ class LinearOperands:
         is_columnwise = is_wgrad or (self._phase.backward and part == "weights")
         to_format = rounding.operand_format(part, is_columnwise)
         is_rotated = getattr(to_format, "rotated", False)
+        *_, gain = self._storing.cast_results.get(address(whole), (None, 1.0))
         self._place += 1
         place = self._place
         is_held = self._past is not None and address(whole) in self._past.held and is_alike_both_ways(to_format)
@@ -521,32 +571,27 @@ class LinearOperands:
             if to_format is None:
                 return stored
             amax = None if is_rotated else self._find_amax(matrix)
+            if gain != 1.0:  # a grid of the same numbers, all of them larger
+                stored = stored / gain
             if self._past is not None and self._past.is_followed and not is_rotated:
-                stored, amax = self._scaled_by_past(self._past, place, stored, amax)
+                stored, amax = self._past.scaled(place, stored, amax)
             if self._storing.freedom.dithers and part != "weights":
-                return self._storing.dithered_operand(stored, to_format, dim, amax)
-            return to_format(stored, dim, amax)
+                return self._storing.dithered_operand(stored, to_format, dim, amax).mul_(gain)
+            return to_format(stored, dim, amax) if gain == 1.0 else to_format(stored, dim, amax).mul_(gain)
 
+        if self._watch is not None:
+            return self._watch(Operand(self._layer, part, matrix, dim, to_format), read)
         if is_rotated or self._storing.freedom.jitter is not None or whole.is_inference():
             return read(matrix, dim)
         is_along_dim = not is_alike_both_ways(to_format) or rounding.columnwise is not None
         operands = self._weights_read if part == "weights" else self._read
         return operands.read(matrix, whole._version, dim, read, is_along_dim, part != "gradients")
 
-    def _scaled_by_past(
-        self, past: PastAmaxes, place: int, stored: Tensor, amax: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return a matrix clamped to the amax that its scale comes from, and this amax."""
-        own = largest(stored) if amax is None else amax
-        past.seen.setdefault(place, own)
-        scaled_by = past.before.get(place, own)
-        return torch.minimum(torch.maximum(stored, -scaled_by), scaled_by), scaled_by
-
     def _find_amax(self, x: Tensor) -> Tensor | None:
         """Return the amax that a tensor's scale comes from, or None for that of the stored values."""
         rounding, freedom = self._storing.rounding, self._storing.freedom
-        if address(x) in self._storing.amaxes:
-            return self._storing.amaxes[address(x)][1]
+        if address(x) in self._storing.cast_results:
+            return self._storing.cast_results[address(x)][1]
         group = self._scaled_together.get(address(x))
         if group is not None:
             return torch.stack([largest(rounding.store_part(weight.detach(), "weights")) for weight in group]).max()
@@ -563,6 +608,14 @@ class LinearOperands:
         if not self._phase.backward:
             self._inputs[at] = x
         return "inputs" if at in self._inputs else "gradients"
+
+
+def _find_saved() -> set[int]:
+    """Return the addresses of the operands that the backward step at hand has saved of a product."""
+    node = torch._C._current_autograd_node()
+    with suppress(RuntimeError):  # a checkpoint gives them out only once
+        return addresses(getattr(node, f"_saved_{name}", None) for name in ("self", "mat1", "mat2"))
+    return set()
 
 
 def is_matrix(operand: Tensor) -> bool:

@@ -25,7 +25,7 @@ from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED, Choice, Choices, Freedom, KinkSides
 from parity.numerics.kernel_choices import as_read
 from parity.numerics.rounding import rounded
-from parity.numerics.storing import OperandsRead, Stored
+from parity.numerics.storing import OperandsRead, Stored, Watch
 from parity.passes.draws import ScaledLookups
 from parity.passes.one_pass import Pass, outputs_of, run
 from parity.passes.prepare import Prepared, build, cast, on_device, size_in_bytes
@@ -188,10 +188,12 @@ def run_model(
     freedom: Freedom,
     kinks: KinkSides | None = None,
     choices: Choices | None = None,
+    watch: Watch | None = None,
 ) -> Tensors:
     """Run the reference in FP32 under the rounding model, and round its results to the dtypes that the port returns.
 
-    ``kinks`` belong to the pass that has gradients, ``choices`` to both passes; None to follow the port's.
+    ``kinks`` and ``watch`` belong to the pass that has gradients, ``choices`` to both passes; None to follow those of
+    the port.
     """
     choices, stored = choices or following(prepared, rounding), Stored()
     prepared.reference.float()
@@ -204,7 +206,7 @@ def run_model(
         return widened
 
     cotangents = given(prepared.cotangents)
-    model = under_model(prepared, rounding, freedom, kinks, choices, stored)
+    model = under_model(prepared, rounding, freedom, kinks, choices, stored, watch)
     with model as phase, separate_norms(prepared.reference, prepared.weights):
         ran = run(
             prepared.reference,
@@ -248,18 +250,20 @@ def under_model(
     kinks: KinkSides | None = None,
     choices: Choices | None = None,
     stored: Stored | None = None,
+    watch: Watch | None = None,
 ) -> AbstractContextManager[Phase]:
     """Make the reference in FP32 round and choose as the port's kernels do, within the context."""
     parameters = dict(prepared.reference.named_parameters())
-    plain = [parameters[name] for name in prepared.outside_te]
+    is_spared = rounding.quantizes  # without a recipe, TE's modules read FP32 as TF32 as always
+    plain = [parameters[name] for name in prepared.outside_te | (prepared.unquantized if is_spared else frozenset())]
     roles = [(parameters[name], role) for name, role in prepared.roles.items()]
-    together = _scaled_together(prepared.weights, parameters)
+    together = [[parameters[name] for name in group] for group in weights_in_one_tensor(prepared.weights)]
     # If one tensor holds the weights of several experts, each expert has an amax of its own.
     prepared.past.names = {address(one): name for name, one in parameters.items() if one.dim() == 2}
     prepared.past.held = {address(parameters[name]) for name in prepared.quantized}
     read = _weights_read(prepared, as_read(rounding, freedom.kernels))
     choices = choices or following(prepared, rounding)
-    rest = kinks, read, choices, stored, prepared.past
+    rest = kinks, read, choices, stored, prepared.past, watch
     return rounded(rounding, parameters.values(), freedom, together, plain, roles, *rest)
 
 
@@ -269,13 +273,13 @@ def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
     return prepared.cache.group("weights read", now).get("operands", OperandsRead, lambda read: read.held)
 
 
-def _scaled_together(weight_map: WeightMap, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:
+def weights_in_one_tensor(weight_map: WeightMap) -> list[list[str]]:
     """Group the reference's parameters that TE holds in one tensor, or concatenates before it quantizes them."""
     groups: dict[str, list[str]] = defaultdict(list)
     for left, right in weight_map.items():
         for name in names(right):
             groups[_SEPARATE_QKV.sub("qkv_weight", name)] += names(left)
-    return [[parameters[name] for name in group] for group in groups.values() if len(group) > 1]
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def as_activation(x: Tensor) -> Tensor:

@@ -22,8 +22,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.case import transfer
 from parity.case.case import Case, Pair, Rng, draw_inputs
+from parity.case.formats import checked_formats
 from parity.case.map_check import untied
-from parity.case.validate import CheckedSize, parameters_outside_te, roles_of_parameters
+from parity.case.validate import (
+    CheckedSize,
+    parameters_kept_unquantized,
+    parameters_outside_te,
+    roles_of_parameters,
+)
 from parity.case.weight_map import WeightMap, linear_part, names
 from parity.case.weight_map import names as names_in
 from parity.machine import devices
@@ -375,6 +381,8 @@ class Prepared:
         lookups: the lookups in embedding tables on the probing inputs.
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
         roles: the roles of TE's modules that hold the others, by name, if TE knows roles.
+        unquantized: names of the reference's parameters in TE modules that the pair asks to quantize nothing.
+        formats: the formats that the pair asks for, by patterns of modules' names.
         unlike: the candidate's parameters that differ from what the map gives, by name.
         apart: remarks on parameters that training will move apart: those that are tied in the reference but not in the
             candidate, and those that the reference lacks.
@@ -403,6 +411,8 @@ class Prepared:
     lookups: Lookups
     outside_te: frozenset[str]
     roles: Mapping[str, Role] = field(default_factory=dict)
+    unquantized: frozenset[str] = frozenset()
+    formats: Mapping[str, str] = field(default_factory=dict)
     unlike: dict[str, Tensor] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
     evaluation: bool = False
@@ -583,6 +593,8 @@ def _prepare_case(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: in
         lookups,
         parameters_outside_te(pair),
         roles_of_parameters(pair),
+        parameters_kept_unquantized(pair),
+        checked_formats(pair.formats),
         held.unlike,
         apart,
         evaluation=pair.evaluation,

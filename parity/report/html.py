@@ -17,7 +17,7 @@ from typing import Any
 from markupsafe import Markup
 
 from parity import shown
-from parity.report import failure
+from parity.report import failure, formats
 from parity.report.changes import AS_BEFORE, Change, Comparison, Kind, growth_in_words
 from parity.report.markdown import Digest, Repair, repair, verdict
 from parity.report.numbers import plural, seeds, short
@@ -76,6 +76,7 @@ class ItemView:
         pictured: plots of where its worst tensors err.
         courses: plots of its error against steps or depth.
         notes: sentences on what it leaves unproven.
+        formats: the rows of a table of the formats that TE's modules computed in; none if these were not watched.
         attention: the attention backends that TE ran.
         command: the command that runs it alone.
     """
@@ -94,6 +95,7 @@ class ItemView:
     pictured: tuple[Pictured, ...]
     courses: tuple[Plot, ...]
     notes: tuple[str, ...]
+    formats: tuple[tuple[str, ...], ...]
     attention: str
     command: str
 
@@ -314,6 +316,7 @@ def _make_item_view(item: Item, ids: _Ids, limits: str, every_tensor: bool, sort
         ),
         courses=tuple(plot for plot in courses if plot is not None),
         notes=tuple(_list_notes(item)),
+        formats=tuple(formats.format_rows(item.results)),
         attention=", ".join(dict.fromkeys(result.attention for result in item.results if result.attention)),
         command=failure.reproduce(worst, limits),
     )
@@ -398,6 +401,7 @@ def draw_with(plots_by: str, run: Digest, name: str, runs: Comparison | None = N
         "report/page.html.jinja",
         page=view,
         columns=COLUMNS,
+        format_columns=formats.COLUMNS,
         style=Markup(_read_file("page.css")),
         scripts=[Markup(script) for script in scripts],
         hashes=Markup(" ".join(f"'sha256-{_hash_script(script)}'" for script in scripts)),

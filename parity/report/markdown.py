@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from parity import shown
 from parity.judge.limits import MARGIN, describe
-from parity.report import failure
+from parity.report import failure, formats
 from parity.report.environment import Environment, limits_in_words, limits_table
 from parity.report.numbers import markdown_table, plural, seeds, short
 from parity.report.record import (
@@ -270,6 +270,7 @@ class _Case:
     verdict: str
     fp32: tuple[Item, TensorResult] | None
     attention: dict[str, list[str]]
+    formats: str
     trainings: str
     tensors: str
 
@@ -439,9 +440,22 @@ def _describe_case(items: Sequence[Item]) -> _Case:
             backend: [item.name.removeprefix(item.case).strip("[]") for item in ran]
             for backend, ran in by_backend.items()
         },
+        formats=_tabulate_formats(items),
         trainings=summary(trained) if trained else "",
         tensors=markdown_table([row for item in items for row in _make_rows(item, many_seeds)], headers, _TEXT_COLUMNS),
     )
+
+
+def _tabulate_formats(items: Sequence[Item]) -> str:
+    """Return a table of the formats of operands at each precision; empty if none were watched."""
+    rows = {
+        (shown.prose(precision), shown.code(modules), *map(shown.prose, products)): None
+        for precision in precisions(items)
+        for modules, *products in formats.format_rows(
+            result for item in items if item.precision == precision for result in item.results
+        )
+    }
+    return markdown_table(rows, ("precision", *formats.COLUMNS), left=1 + len(formats.COLUMNS)) if rows else ""
 
 
 def _find_fp32_output(items: Sequence[Item]) -> tuple[Item, TensorResult] | None:

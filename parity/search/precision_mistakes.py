@@ -152,7 +152,7 @@ def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypot
     matrices = [
         left
         for left in prepared.weights
-        if len(shape_of(left, shapes)) > 1 and prepared.outside_te.isdisjoint(names(left))
+        if len(shape_of(left, shapes)) > 1 and (prepared.outside_te | prepared.unquantized).isdisjoint(names(left))
     ]
     if not matrices:
         return

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from parity.machine import devices as of_machine
 from parity.machine import process
 from parity.machine.process import lasting
-from parity.numerics.formats import Rounding, tf32
+from parity.numerics.formats import AttentionPart, Rounding, tf32
 from parity.te.recipes import derive_rounding, find_families, has_delayed_scales
 from parity.user_error import UserError
 from te_on_cpu import EmulationError
@@ -191,15 +191,24 @@ class Precision:
         return self._derive(derive_rounding, self.dtype)
 
     @cached_property
+    def scaled_by_history(self) -> frozenset[str]:
+        """What is scaled by the amaxes of earlier passes: ``linear`` layers' operands, and parts of attention."""
+        delayed = {"linear"} if self.recipe is not None and self._derive(has_delayed_scales) else set()
+        attention = self.rounding.attention
+        if attention.qkv_gradients is not None:
+            return frozenset(delayed | set(get_args(AttentionPart)))
+        # What is cast inside the kernel always has a scale from before.
+        return frozenset(delayed | ({"probabilities", "score_gradients"} if attention.probabilities else set()))
+
+    @cached_property
     def warmup_passes(self) -> int:
         """The least number of passes before the one that is compared: 2 if scales come from earlier passes."""
-        in_attention = self.rounding.attention.probabilities is not None  # those of the softmax always do
-        return 2 if in_attention or (self.recipe is not None and self._derive(has_delayed_scales)) else 0
+        return 2 if self.scaled_by_history else 0
 
     @cached_property
     def families(self) -> tuple[str, ...]:
         """The built-in precisions whose formats it has, the coarsest last, by whose laws it is judged."""
-        return find_families(self.rounding, self.recipe is not None and self._derive(has_delayed_scales))
+        return find_families(self.rounding, "linear" in self.scaled_by_history)
 
     def _derive(self, derive: Callable[..., Any], *arguments: Any) -> Any:
         """Return what follows from the recipe's quantizers, which TE makes and so must be loaded."""

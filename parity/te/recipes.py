@@ -48,7 +48,7 @@ def _derive_in_module(recipe: Any, dtype: torch.dtype, role: Role) -> Rounding:
     """
     inputs, weights, _ = _ask_for_quantizers(recipe, "forward", *role)
     gradients, _ = _ask_for_quantizers(recipe, "backward", *role)
-    (x, x_columns), (w, w_columns), (g, g_columns) = (_read_formats(q, dtype) for q in (inputs, weights, gradients))
+    (x, x_columns), (w, w_columns), (g, g_columns) = (read_formats(q, dtype) for q in (inputs, weights, gradients))
     # Source: _linear_forward_impl and _linear_backward of pytorch/module/linear.py.
     override = getattr(recipe, "backward_override", None)  # TE 2.17 and newer
     if override == "high_precision":
@@ -74,7 +74,7 @@ def _derive_attention(recipe: Any) -> AttentionFormats:
     """
     inputs = _ask_for_quantizers(recipe, "forward", "dpa", "", ("qkv", "s"))
     gradients = _ask_for_quantizers(recipe, "backward", "dpa", "", ("do", "dp"))
-    read = [_read_formats(one, torch.bfloat16)[0] for one in (*inputs, *gradients)]
+    read = [read_formats(one, torch.bfloat16)[0] for one in (*inputs, *gradients)]
     formats = [one for one in read if isinstance(one, Quantized) and one.numbers != "E2M1" and one.along in (0, 32)]
     if len(formats) < len(read) or len({one.along for one in formats}) > 1:
         raise UserError(
@@ -193,8 +193,12 @@ def _ask_for_quantizers(
     return quantizers
 
 
-def _read_formats(quantizer: Any, dtype: torch.dtype) -> tuple[Format | None, Format | None]:
-    """Return the formats of what GEMMs read along rows and along columns.
+def read_formats(quantizer: Any, dtype: torch.dtype) -> tuple[Format | None, Format | None]:
+    """Return the formats of what GEMMs read along rows and along columns of a quantizer's tensors.
+
+    Args:
+        quantizer: an object of one of TE's classes.
+        dtype: the dtype of what is not quantized.
 
     Raises:
         UserError: for a quantizer that is not TE's.
@@ -208,8 +212,8 @@ def _read_formats(quantizer: Any, dtype: torch.dtype) -> tuple[Format | None, Fo
     if kind.__name__ == "IdentityQuantizer":
         return None, None
     if kind.__name__ == "HybridQuantizer":
-        rowwise, _ = _read_formats(quantizer.rowwise_quantizer, dtype)
-        _, columnwise = _read_formats(quantizer.columnwise_quantizer, dtype)
+        rowwise, _ = read_formats(quantizer.rowwise_quantizer, dtype)
+        _, columnwise = read_formats(quantizer.columnwise_quantizer, dtype)
         if quantizer.columnwise_source == "rowwise_dequantized":
             columnwise = _requantize(rowwise, columnwise, dtype)
         return rowwise, columnwise

@@ -610,7 +610,10 @@ def _find_slots(
     history, scales = getattr(kept, "amax_history", None), getattr(kept, "scale", None)
     if not isinstance(history, Tensor) or not isinstance(scales, Tensor):
         return
-    recipe = meta["recipe"]
+    # A custom recipe keeps scales for those tensors alone that it scales by histories, so they may be fewer.
+    recipe = getattr(kept, "_inner_delayed_scaling_recipe", None) or meta["recipe"]
+    if len(scales) != getattr(kept, "num_quantizers", len(scales)):
+        return
     gemms = _list_gemm_weights(path, module)
     for place in range(len(scales)):
         gemm, role = divmod(place, len(roles))

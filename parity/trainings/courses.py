@@ -240,7 +240,7 @@ def of_reference(
         step = step_case(case, number, None if number == 1 else weights, seed, buffers=own)
         prepared = prepared_step(step, checked, precision.dtype, seed, kernels)
         if computed is not None and precision.warmup_passes:
-            prepared.past.is_followed, prepared.past.before = True, amaxes
+            prepared.past.follow(amaxes, precision.scaled_by_history)
         tensors = golden_tensors(prepared) if computed is None else computed(prepared, number)
         amaxes = prepared.past.after_step()
         buffers = {**buffers, **prepared.golden.buffers}

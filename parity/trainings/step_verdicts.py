@@ -300,7 +300,10 @@ _TOLD = {  # the evidence, and the repair
 
 
 def wrong_scaling(
-    moves: Sequence[tuple[Kept, Kept]], multiplied: Mapping[tuple[str, bool], float], is_plain_step: bool
+    moves: Sequence[tuple[Kept, Kept]],
+    multiplied: Mapping[tuple[str, bool], float],
+    is_plain_step: bool,
+    hands_on: bool = False,
 ) -> Finding | None:
     """Return a finding if histories or scales are wrong after a step, else None.
 
@@ -310,10 +313,13 @@ def wrong_scaling(
             gradient; unknown ones are missing.
         is_plain_step: whether the port adds no passes and no loss scale of its own, which inputs and gradients would
             depend on.
+        hands_on: whether attention hands on what it has cast to FP8, so that its neighbours never cast that themselves.
     """
     wrong: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for before, after in moves:
         slot = before.slot
+        if hands_on and slot.role != "weight" and not bool(after.history.any()):
+            continue
         expected = before.weight
         if slot.role in ("input", "output gradient"):
             known = [multiplied.get((name, slot.role == "output gradient")) for name in slot.weights]

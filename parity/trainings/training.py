@@ -390,7 +390,7 @@ def _prepare_step(run: _Run, step: Case, number: int, weights: Named) -> Prepare
     if number > 1 and (why := _too_large("the reference's loss and gradients", golden, torch.float32)):
         raise _Ended(_report_divergence(run, number, why))
     if run.request.precision.warmup_passes:
-        prepared.past.is_followed, prepared.past.before = True, run.amaxes
+        prepared.past.follow(run.amaxes, run.request.precision.scaled_by_history)
     return prepared
 
 
@@ -455,7 +455,8 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
         return _with_differences(run, made, made.beside, trainee, judged)
     if stepped.stale:
         return dataclasses.replace(judged, findings=(stale_transposes(made.number, stepped.stale),))
-    scaled = wrong_scaling(stepped.scaling, multiplied, trainee.is_plain)
+    hands_on = run.request.precision.rounding.attention.qkv is not None
+    scaled = wrong_scaling(stepped.scaling, multiplied, trainee.is_plain, hands_on)
     if judged.status != "passed":
         return _with_cause(run, made, judged, scaled)
     wrong = scaled or _of_buffers(run, made) or _of_optimizer(run, stepped, prepared)

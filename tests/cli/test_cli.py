@@ -616,6 +616,19 @@ def test_coverage_says_what_it_cannot_judge(command: Command, tmp_path: Path) ->
     assert_mistake(command("coverage", "fits.py", "-p", "mxfp8"), "PARITY_EMULATED_GPU=blackwell")
 
 
+# parity recipes
+
+
+def test_recipes_says_what_recipes_cost_and_what_it_cannot_advise(command: Command, tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    done = command("recipes", "my_pairs.py", "-p", "fp8_current", "--seeds", "2")
+    assert done.returncode == 0, done.stderr
+    assert "nothing here was measured on a GPU" in done.stdout
+    assert "With 1 of 1 linear layer in BF16, the error of outputs goes from" in done.stdout
+    assert_mistake(command("recipes", "my_pairs.py", "-p", "bf16"), "my_linear", "bf16 has no recipe")
+    assert_mistake(command("recipes", "my_pairs.py", "--by", "loss"), "--by", "outputs, gradients")
+
+
 # ``parity report``: what it draws, prints and exits with.
 
 

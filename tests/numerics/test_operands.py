@@ -291,3 +291,66 @@ def test_a_right_port_to_a_linear_layer_passes_on_every_seed(precision):
 
     results = parity.compare(parity.Case("patches", factory, sizes=(dict(batch=4),)), [precision], seeds=range(4))
     assert {result.status for result in results} == {"passed"}
+
+
+# A watch is told to which layer each operand belongs, and decides what its GEMMs read.
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.key, self.value = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.key(x) * self.value(x)
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_watch_is_told_the_layer_of_every_gemm_also_among_layers_that_read_the_same_inputs(has_gradient):
+    module, told = Heads(), []
+    names = {weight.untyped_storage().data_ptr(): name for name, weight in module.named_parameters()}
+
+    def watch(operand, cast):
+        told.append(("".join(sorted(names[at] for at in operand.weights)), operand.part))
+        return cast(operand.matrix, operand.dim)
+
+    with rounded(PRECISIONS["fp8_current"].rounding, module.parameters(), FUSED, watch=watch) as phase:
+        y = module(torch.randn(8, 16, requires_grad=has_gradient))
+        phase.begin_backward()
+        y.sum().backward()
+    forward = [(f"{name}.weight", part) for name in ("first", "key", "value") for part in ("inputs", "weights")]
+    assert told[:6] == forward
+    for name in ("first", "key", "value"):
+        of_layer = [part for each, part in told[6:] if each == f"{name}.weight"]
+        parts = ["gradients", "inputs"] + ["gradients", "weights"] * (has_gradient or name != "first")
+        assert sorted(of_layer) == sorted(parts)
+
+
+def test_what_a_watch_returns_is_what_gemms_read():
+    layer, x = nn.Linear(16, 8, bias=False), torch.randn(4, 16)
+    with rounded(
+        PRECISIONS["bf16"].rounding, layer.parameters(), FUSED, watch=lambda operand, cast: operand.matrix * 2
+    ):
+        y = layer(x)
+    torch.testing.assert_close(y, (4 * layer(x)).bfloat16().float())
+
+
+@pytest.mark.parametrize("plain", ["key", "value"])
+def test_a_layer_outside_of_te_leaves_the_gradient_of_one_with_the_same_inputs_and_channels_rounded(plain):
+    module, x, cotangent = Heads(), torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
+
+    def gradients(outside):
+        module.zero_grad()
+        outside = [getattr(module, name).weight for name in outside]
+        with rounded(PRECISIONS["fp8_current"].rounding, module.parameters(), FUSED, plain=outside) as phase:
+            y = module.key(x) + module.value(x)
+            phase.begin_backward()
+            y.backward(cotangent)
+        return {name: getattr(module, name).weight.grad.clone() for name in ("key", "value")}
+
+    found, of_plain, of_te = (gradients(outside) for outside in ([plain], ["key", "value"], []))
+    for name, gradient in found.items():
+        right, wrong = (of_plain, of_te) if name == plain else (of_te, of_plain)
+        assert torch.equal(gradient, right[name])
+        assert not torch.equal(gradient, wrong[name])

@@ -1,0 +1,1 @@
+"""Say what a recipe costs in a model, and which layers to keep in BF16."""
