@@ -137,7 +137,11 @@ def _try_all(request: Request) -> Iterator[Tried]:
             wrong = _run_with(request, prepared, (mistake,))
         except Exception:  # the user's code may raise anything if it gets values that it does not expect
             continue
-        if all(torch.equal(x, right.tensors[key]) for key, x in wrong.tensors.items()):
+        if any(x.shape != right.tensors[key].shape for key, x in wrong.tensors.items()):
+            yield Tried(mistake, effect, math.inf, is_shown=True)
+            continue
+        is_same = all(torch.equal(x, right.tensors[key]) for key, x in wrong.tensors.items())
+        if is_same and wrong.numbers == right.numbers:
             yield Tried(mistake, effect, verdict.margin, is_shown=False, is_idle=True)
             continue
         result = _judge_run(request, wrong)
