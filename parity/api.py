@@ -18,7 +18,7 @@ from parity.judge.limits import Table, packaged
 from parity.ranks.layout import degrees
 from parity.result import Result, Switch
 from parity.settings import PRECISION_NAMES, default_seconds
-from parity.te import PRECISIONS, Backend, Precision
+from parity.te import Backend, Precision, precision_named
 from parity.te.attention_backend import AttentionBackend, checked_choice
 from parity.user_error import UserError
 
@@ -136,7 +136,7 @@ def compare(
         parity.te.BackendUnavailable: if the backend is not available on this machine.
     """
     case = as_case(pair)
-    chosen = [PRECISIONS[name] for name in checked_precisions(precisions) if case.runs_at(name)]
+    chosen = [precision_named(name) for name in checked_precisions(precisions) if case.runs_at(name)]
     seeds = checked_seeds(seeds)
     checked_choice(attention)
     check_kinds(backend, calibration, determinism=determinism, stages=stages)

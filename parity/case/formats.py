@@ -8,7 +8,7 @@ from typing import Any
 
 from parity.settings import check_precisions
 from parity.shown import few_of
-from parity.te import PRECISIONS
+from parity.te import precision_named
 from parity.user_error import UserError
 
 
@@ -52,7 +52,7 @@ def asked_format(formats: Mapping[str, str], module: str) -> str | None:
 def keeps_unquantized(formats: Mapping[str, str], module: str) -> bool:
     """Return whether a module should quantize nothing."""
     asked = asked_format(formats, module)
-    return asked is not None and PRECISIONS[asked].recipe is None
+    return asked is not None and precision_named(asked).recipe is None
 
 
 def _fits(pattern: str, module: str) -> bool:

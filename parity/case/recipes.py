@@ -13,7 +13,7 @@ import torch
 from parity.case import registry
 from parity.case.files import place_of
 from parity.settings import DECLARED_PRECISIONS, PRECISION_NAMES, check_precisions
-from parity.te import PRECISIONS, Precision
+from parity.te import DECLARED, PRECISIONS, Precision, precision_named
 from parity.user_error import UserError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,12 +46,12 @@ def recipe(name: str, make: Callable[[], Any], dtype: torch.dtype = torch.bfloat
     if dtype not in _DTYPES:
         raise UserError(f"{where}: dtype is {dtype!r}, but must be torch.bfloat16, torch.float16 or torch.float32")
     source = f"{place.path}::{name}"
-    known = PRECISIONS.get(name)
+    known = PRECISIONS.get(name) or DECLARED.get(name)
     if known is not None and known.source != source:
         raise UserError(
             f"{where}: this precision is already there{f' ({known.source})' * bool(known.source)}; rename it"
         )
-    PRECISIONS[name] = declared = Precision(name, dtype, make, source)
+    DECLARED[name] = declared = Precision(name, dtype, make, source)
     DECLARED_PRECISIONS[name] = source
     return declared
 
@@ -68,7 +68,7 @@ def name_precisions(given: Iterable[object], where: str) -> tuple[str, ...]:
     """
     names = []
     for one in given:
-        if isinstance(one, Precision) and PRECISIONS.get(one.name) is one:
+        if isinstance(one, Precision) and one in (PRECISIONS.get(one.name), DECLARED.get(one.name)):
             names.append(one.name)
         elif isinstance(one, str) and "::" in one:
             names.append(_load_precision(one, where))
@@ -81,12 +81,12 @@ def name_precisions(given: Iterable[object], where: str) -> tuple[str, ...]:
 def find_precision(spelled: str) -> Precision:
     """Return the precision that another process spells, by ``spell_precision``."""
     (name,) = name_precisions((spelled,), "another process")
-    return PRECISIONS[name]
+    return precision_named(name)
 
 
 def spell_precision(name: str) -> str:
     """Return what another process can find a precision by: ``FILE::NAME`` if a user's file declares it."""
-    return PRECISIONS[name].source or name
+    return precision_named(name).source or name
 
 
 def _load_precision(spelled: str, where: str) -> str:

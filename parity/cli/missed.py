@@ -14,7 +14,7 @@ from parity.judge.limits import packaged
 from parity.judge.request import Request
 from parity.mistakes.codes import CODES
 from parity.report.numbers import short
-from parity.te import PRECISIONS
+from parity.te import precision_named
 from parity.user_error import UserError
 
 _HEADERS = ("finding", "mistake that passes", "where", "moves an output by", "margin")
@@ -39,7 +39,7 @@ def print_missed(target: str, size: str, seed: int, precision: str, backend: str
     unknown = [title for title in case.accepts if title not in CODES]
     if unknown:
         raise UserError(f"{case} accepts {unknown[0]!r}, which is no finding's title; docs/findings.md has all of them")
-    tried = try_mistakes(Request(case, checked, PRECISIONS[precision], seed, kernels, packaged()))
+    tried = try_mistakes(Request(case, checked, precision_named(precision), seed, kernels, packaged()))
     rows = _one_of_each(missed(tried))
     print(shown.text("\n".join(_list_lines(case, tried, rows))))
     return all(_is_accepted(case, one) for one, *_ in rows)

@@ -23,7 +23,7 @@ from parity.proof.proof import Proof, Proven, prove
 from parity.report.failure import causes_and_figures
 from parity.report.numbers import plural, short
 from parity.report.record import Item
-from parity.te import PRECISIONS, why_refused
+from parity.te import precision_named, why_refused
 from parity.user_error import UserError
 from parity.weights.conversion import checkpoint, manifest
 from parity.weights.conversion.conversion import Direction, planned_conversion
@@ -65,7 +65,7 @@ def prove_checkpoint(
         UserError: if an argument is not as above, the checkpoints do not fit the pair, or a module raises.
     """
     precision = parse_precision(precision)
-    at, kernels, case = PRECISIONS[precision], te.kernels(parse_backend(backend)), registry.only(target)
+    at, kernels, case = precision_named(precision), te.kernels(parse_backend(backend)), registry.only(target)
     if reason := why_refused(at, kernels):
         raise UserError(f"-p {precision}: {reason}")
     if at.warmup_passes:

@@ -10,7 +10,7 @@ from parity.advice import advice, tables
 from parity.cli.stages import load_pair
 from parity.plugin.options import check_file
 from parity.settings import PRECISION_NAMES
-from parity.te import PRECISIONS
+from parity.te import precision_named
 from parity.trace.whose import users_line
 from parity.user_error import UserError
 
@@ -38,11 +38,13 @@ def advise(
     if report is not None:
         check_file(report / "recipes.md", "--report")
     case, checked, kernels = load_pair(target, size, backend)
-    names = precisions or [name for name in case.precisions or PRECISION_NAMES if PRECISIONS[name].recipe is not None]
+    names = precisions or [
+        name for name in case.precisions or PRECISION_NAMES if precision_named(name).recipe is not None
+    ]
     if not names:
         raise UserError(f"{case} asks for no precision with a recipe; name some with -p, such as -p fp8_current,nvfp4")
     try:
-        found = advice.advise(case, checked, [PRECISIONS[name] for name in names], seeds, kernels, keep, by)
+        found = advice.advise(case, checked, [precision_named(name) for name in names], seeds, kernels, keep, by)
     except UserError as error:
         raise UserError(f"{case}: {error}") from error
     except Exception as error:  # the pair's code may raise anything

@@ -23,7 +23,7 @@ from parity.result import StageResult
 from parity.search.located import describe_place, results_of_stages
 from parity.stages.judge import Judged
 from parity.stages.locate import Stages, is_flagged
-from parity.te import PRECISIONS, Kernels, Precision
+from parity.te import Kernels, Precision, precision_named
 from parity.trace.calls import Misfit
 from parity.trace.whose import users_line
 from parity.user_error import UserError
@@ -46,7 +46,7 @@ def trace(target: str, size: str, seed: int, precision: str, backend: str, gradi
         UserError: if there is no such pair, size or precision, this machine cannot run it, or the pass cannot be judged
             stage by stage.
     """
-    stages = _judge_pair(target, size, seed, PRECISIONS[precision], backend)
+    stages = _judge_pair(target, size, seed, precision_named(precision), backend)
     print(shown.text("\n".join(_list_lines(stages, gradients))))
     return not stages.flagged
 

@@ -29,7 +29,7 @@ from parity.progress import Following, followed, is_quiet
 from parity.report import markdown
 from parity.report.markdown import Curve
 from parity.settings import PRECISION_NAMES, of_project
-from parity.te import PRECISIONS, why_unavailable
+from parity.te import precision_named, why_unavailable
 from parity.trainings.band import Band, band_of
 from parity.trainings.training import train_at
 from parity.user_error import UserError
@@ -539,11 +539,11 @@ def train(
         )
     kernels, curves = te.kernels(backend), []
     trained = [
-        (case, checked, PRECISIONS[name], seed)
+        (case, checked, precision_named(name), seed)
         for case in cases(paths)
         for checked in check_case(case, kernels.te)
         for name in precisions or PRECISION_NAMES
-        if case.runs_at(name) and why_unavailable(PRECISIONS[name], kernels) is None
+        if case.runs_at(name) and why_unavailable(precision_named(name), kernels) is None
         for seed in seeds
     ]
     for case, checked, precision, seed in followed(trained, "training"):

@@ -12,7 +12,7 @@ from parity.mistakes.codes import repairable
 from parity.numerics.formats import UNQUANTIZED, Role, Rounding, describe_format
 from parity.result import OR, Finding, ModuleFormats
 from parity.shown import few_of
-from parity.te import PRECISIONS, Precision
+from parity.te import Precision, precision_named
 
 _MOST_TOLD = 4  # names in a message
 
@@ -45,7 +45,9 @@ def findings_of_formats(
     for row in seen if formats else ():
         for module in row.modules:
             asked = asked_format(formats, module)
-            differing = tuple(_list_differing(row.operands, PRECISIONS.get(asked or "", precision), roles.get(module)))
+            differing = tuple(
+                _list_differing(row.operands, precision_named(asked) if asked else precision, roles.get(module))
+            )
             if differing:
                 source = (
                     f"as formats asks ({asked})" if asked else f"as {precision.name} has it where formats says nothing"

@@ -399,12 +399,12 @@ def _make_items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     from parity.case.validate import attention_of, check_case
     from parity.result import item_name, label_of_way
     from parity.settings import PRECISION_NAMES
-    from parity.te import PRECISIONS
+    from parity.te import precision_named
 
     options = module.config.stash[_OPTIONS]
     declared = [name for name in case.precisions or () if name not in PRECISION_NAMES]
     asked = options.precisions or (*PRECISION_NAMES, *declared)
-    chosen = [PRECISIONS[name] for name in asked if case.runs_at(name)]
+    chosen = [precision_named(name) for name in asked if case.runs_at(name)]
     kernels = _load_kernels(module.config)
     trained = case.steps if options.steps is None else options.steps
     alone: list[tuple[int, Switch]] = [(0, "")]

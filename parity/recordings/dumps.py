@@ -23,7 +23,7 @@ from torch import Tensor
 
 from parity.numerics.formats import OperandPart, Rounding
 from parity.stages.judge import Judged, Stage, least_of, measure_error
-from parity.te import PRECISIONS
+from parity.te import PRECISIONS, precision_named
 from parity.user_error import UserError
 
 # The operands of each GEMM, by the name of its result, and the dimension of each that is summed over.
@@ -152,7 +152,7 @@ def judge_files(
     found: list[Judged | str] = []
     for layer, own in layers.items():
         held = {name: file.read(device) for name, file in own.items()}
-        at = PRECISIONS[precision or _find_precision(held)]
+        at = precision_named(precision or _find_precision(held))
         layer += f" at {at.name}"
         found += _judge_layer(layer, held, at.rounding)
     judged = [one for one in found if isinstance(one, Judged)]

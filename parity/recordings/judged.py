@@ -28,7 +28,7 @@ from parity.result import Result
 from parity.shown import few_of
 from parity.stages.locate import Stages, judge_stages
 from parity.stages.watch import Watched
-from parity.te import PRECISIONS, Kernels
+from parity.te import PRECISIONS, Kernels, precision_named
 from parity.trace.calls import Misfit
 from parity.user_error import UserError
 
@@ -73,7 +73,7 @@ def judge_pass(
     Raises:
         UserError: if the pair does not fit the recording.
     """
-    at = PRECISIONS[precision or precision_of(group[0])]
+    at = precision_named(precision or precision_of(group[0]))
     stored = join_ranks(group, lambda: case.build(kernels.te, checked.size), kernels, at)
     if DELAYED in stored.index.recipes.values() and stored.index.unscaled:
         raise UserError(

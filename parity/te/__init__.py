@@ -254,7 +254,16 @@ PRECISIONS: dict[str, Precision] = {
         Precision("nvfp4", torch.bfloat16, _builtin("NVFP4BlockScaling")),
     )
 }
-"""By name: the built-in ones, of ``parity.settings.PRECISION_NAMES``, and those that ``parity.recipe`` declares."""
+"""The built-in ones by name, those of ``parity.settings.PRECISION_NAMES``."""
+
+DECLARED: dict[str, Precision] = {}
+"""Those that ``parity.recipe`` has declared, by name."""
+
+
+def precision_named(name: str) -> Precision:
+    """Return the precision of this name, built in or declared."""
+    return PRECISIONS[name] if name in PRECISIONS else DECLARED[name]
+
 
 # The function of ``transformer_engine.pytorch`` that says whether the GPU at hand runs a family's formats.
 _IS_AVAILABLE = {

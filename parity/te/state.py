@@ -90,13 +90,13 @@ def _refuse_without_model(given: dict[str, Any]) -> None:
     Raises:
         UserError: if it does; says how to declare it.
     """
-    from parity.te import PRECISIONS
+    from parity.te import DECLARED, PRECISIONS
 
     recipe = given.get("fp8_recipe")
     if not given.get("enabled") or recipe is None:
         return
     own = derive_rounding(recipe, torch.bfloat16)
-    known = (each.rounding for each in PRECISIONS.values() if each.recipe is not None)
+    known = (each.rounding for each in (*PRECISIONS.values(), *DECLARED.values()) if each.recipe)
     if not any(round_alike(own, replace(rounding, storage=own.storage)) for rounding in known):
         arguments = ", ".join(
             f"{each.name}={getattr(recipe, each.name)}"

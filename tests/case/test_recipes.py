@@ -14,7 +14,7 @@ from torch import nn
 import parity
 from parity import settings
 from parity.case.recipes import find_precision, name_precisions
-from parity.te import PRECISIONS
+from parity.te import DECLARED, PRECISIONS
 from parity.user_error import UserError
 
 te = parity.te.kernels("cpu").te
@@ -41,7 +41,7 @@ def _forgotten() -> Iterator[None]:
     """Forget the precisions that a test declares."""
     yield
     for name in list(settings.DECLARED_PRECISIONS):
-        del settings.DECLARED_PRECISIONS[name], PRECISIONS[name]
+        del settings.DECLARED_PRECISIONS[name], DECLARED[name]
 
 
 def file_in(folder: Path, arguments: str = "") -> Path:
@@ -103,7 +103,7 @@ def test_the_dtype_may_be_another_one() -> None:
     mine = parity.recipe("mine", lambda: recipes.Float8CurrentScaling(), dtype=torch.float16)
     (result,) = parity.compare(linear(), precisions=[mine])
     assert result.status == "passed"
-    assert PRECISIONS["mine"].rounding.storage is torch.float16
+    assert DECLARED["mine"].rounding.storage is torch.float16
 
 
 def test_a_pair_lists_what_the_declaration_returns() -> None:

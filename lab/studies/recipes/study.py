@@ -16,7 +16,7 @@ from parity import te
 from parity.api import compare
 from parity.measuring import record
 from parity.measuring.record import Campaign, FourDigits
-from parity.te import PRECISIONS, Backend
+from parity.te import PRECISIONS, Backend, precision_named
 
 RECORD = "recipes.jsonl"
 HOSTS = ("linear", "norm_linear", "swiglu_mlp", "causal_attention", "attention", "gpt_layer", "llama_layer")
@@ -106,7 +106,7 @@ def _list_families(settings: Settings) -> list[str]:
 
 def _judge_trial(one: Trial) -> Said:
     case = PORTS[one.bug, one.host].case if one.bug else RIGHT[one.host]
-    kernels, precision = te.kernels(one.backend), PRECISIONS[one.precision]
+    kernels, precision = te.kernels(one.backend), precision_named(one.precision)
     in_attention = precision.rounding.attention.qkv is not None and one.backend == "cpu"
     with gpu_with(PRECISIONS["mxfp8"] if in_attention else precision, kernels):
         anywhere = replace(at_size(case, "small"), precisions=None)

@@ -40,7 +40,7 @@ from parity.measuring.throughput.workload import (
 from parity.passes import memory
 from parity.report import environment
 from parity.shown import one_line
-from parity.te import PRECISIONS, Backend, BackendUnavailable, Kernels, why_unavailable
+from parity.te import Backend, BackendUnavailable, Kernels, precision_named, why_unavailable
 from parity.te.devices import cuda_works
 
 # How passes are timed: by CUDA events on a GPU, and by the host's clock on a CPU.
@@ -272,7 +272,7 @@ def _why_not(bench: _Bench, implementation: Implementation) -> str | None:
         return None
     if not bench.case.runs_at(implementation.precision):
         return "the case leaves this precision out"
-    return why_unavailable(PRECISIONS[implementation.precision], bench.kernels)
+    return why_unavailable(precision_named(implementation.precision), bench.kernels)
 
 
 def _measure_implementation(bench: _Bench, shared: Subject, implementation: Implementation, row: Row) -> Row:

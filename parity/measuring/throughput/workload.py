@@ -28,7 +28,7 @@ from parity.passes import one_pass
 from parity.passes.prepare import build, cast, rounded_inputs, share_rounded_weights, vary_constants
 from parity.reference import CoreAttention
 from parity.shown import one_line
-from parity.te import PRECISIONS, Kernels
+from parity.te import Kernels, precision_named
 from parity.te.state import moved
 from parity.user_error import UserError
 
@@ -191,12 +191,12 @@ class Implementation:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.precision == "tf32" else PRECISIONS[self.precision].dtype
+        return torch.float32 if self.precision == "tf32" else precision_named(self.precision).dtype
 
     def forward_context(self, kernels: Kernels) -> contextlib.AbstractContextManager[None]:
         """Return a new context of a forward pass."""
         if self.kind == TE:
-            return PRECISIONS[self.precision].autocast(kernels)
+            return precision_named(self.precision).autocast(kernels)
         return contextlib.nullcontext()
 
     def passes_context(self) -> contextlib.AbstractContextManager[None]:
@@ -206,7 +206,7 @@ class Implementation:
     @property
     def warmup(self) -> int:
         """Return the number of passes before the timed ones."""
-        return 3 + (PRECISIONS[self.precision].warmup_passes if self.kind == TE else 0)
+        return 3 + (precision_named(self.precision).warmup_passes if self.kind == TE else 0)
 
 
 def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: bool) -> Iterator[Implementation]:
@@ -221,8 +221,8 @@ def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: 
         on_gpu: whether they run on a GPU.
     """
     for dtype in DTYPES:
-        of_dtype = [name for name in precisions if PRECISIONS[name].dtype is dtype]
-        plain = [name for name in of_dtype if PRECISIONS[name].recipe is None]
+        of_dtype = [name for name in precisions if precision_named(name).dtype is dtype]
+        plain = [name for name in of_dtype if precision_named(name).recipe is None]
         if "fp32" in plain and on_gpu:
             plain.append("tf32")
         yield from (Implementation(EAGER, name) for name in plain)
