@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from parity.user_error import UserError
 
@@ -21,8 +22,8 @@ else:
 
 PRECISION_NAMES = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
-DECLARED_PRECISIONS: dict[str, str] = {}
-"""Those that ``parity.recipe`` has declared: ``FILE::NAME`` by name."""
+DECLARED_PRECISIONS: dict[str, Any] = {}
+"""Those that ``parity.recipe`` has declared by name, of ``parity.te.Precision``."""
 
 
 def check_precisions(names: Iterable[object], where: str) -> None:
@@ -118,15 +119,15 @@ def _as_option(name: str, value: object, known: Iterable[str], file: Path) -> st
     if not isinstance(value, str if name in _TEXTS else (str, int, float, list)):
         raise UserError(f"{where} is {value!r}, but must be {'a text' if name in _TEXTS else 'as on the command line'}")
     if isinstance(value, list):
-        return "".join(f"{_beside(part, file) if name == 'precisions' else part}," for part in value)
+        return "".join(f"{_resolve_beside(part, file) if name == 'precisions' else part}," for part in value)
     if isinstance(value, bool):
         return ("no", "yes")[value]
     if name == "precisions":
-        return ",".join(_beside(part, file) for part in str(value).split(","))
+        return ",".join(_resolve_beside(part, file) for part in str(value).split(","))
     return str(file.parent / str(value) if name in _PATHS else value)
 
 
-def _beside(precision: object, file: Path) -> str:
+def _resolve_beside(precision: object, file: Path) -> str:
     """Return a precision's name, with the path before it, if it has one, relative to the file's folder."""
     text = str(precision).strip()
     return str(file.parent / text) if "::" in text else text

@@ -200,7 +200,7 @@ def advise(
             following.step(0, f"computing {name}")
             at_seeds = [_select_outputs(prepare(case, checked, first.dtype, seed, kernels)) for seed in seeds]
             if first.recipe is None:
-                found[first.name] = _summarize(name, at_seeds, _run(at_seeds, first.rounding))
+                found[first.name] = _summarize_runs(name, at_seeds, _run_at_seeds(at_seeds, first.rounding))
             else:
                 found[first.name] = _advise_on(name, first.rounding, at_seeds, found[bases[first.dtype]], keep, by)
                 if delayed := [one.name for one in (first, *others) if one.warmup_passes]:
@@ -227,7 +227,7 @@ def _mean_square(values: Iterable[float]) -> float:
     return fmean(squares) if squares else 0.0
 
 
-def _measure(prepared: Prepared, tensors: Tensors) -> Errors:
+def _measure_errors(prepared: Prepared, tensors: Tensors) -> Errors:
     """Return the relative L2 errors of outputs and weight gradients whose golden values are not all zero."""
     golden = golden_tensors(prepared)
     sizes = {key: float(golden[key].norm()) for key in tensors if key[0] in KINDS.values()}
@@ -239,15 +239,15 @@ def _measure_bias(prepared: Prepared, tensors: Tensors, name: str) -> float:
     return float(((tensors["output", name] - right) * right).sum() / right.square().sum())
 
 
-def _run(at_seeds: Sequence[Prepared], rounding: Rounding, kept: Collection[str] = ()) -> list[Tensors]:
+def _run_at_seeds(at_seeds: Sequence[Prepared], rounding: Rounding, kept: Collection[str] = ()) -> list[Tensors]:
     """Return the tensors at each seed, with the linear layers of some weights unquantized."""
     return [run_model(replace(one, outside_te=one.outside_te.union(kept)), rounding, FUSED) for one in at_seeds]
 
 
-def _summarize(name: str, at_seeds: Sequence[Prepared], runs: Sequence[Tensors]) -> Recipe:
+def _summarize_runs(name: str, at_seeds: Sequence[Prepared], runs: Sequence[Tensors]) -> Recipe:
     errors: dict[tuple[Kind, str], list[float]] = defaultdict(list)
     for prepared, run in zip(at_seeds, runs, strict=True):
-        for key, error in _measure(prepared, run).items():
+        for key, error in _measure_errors(prepared, run).items():
             errors[key].append(error)
     means = {key: math.sqrt(_mean_square(some)) for key, some in errors.items()}
     outputs = []
@@ -271,7 +271,7 @@ def _advise_on(
             "the pair has no linear layer in one of TE's modules, so a recipe rounds nothing in it; give a pair whose "
             "reference multiplies by a weight that the map carries to such a module"
         )
-    recipe = _summarize(name, at_seeds, runs)
+    recipe = _summarize_runs(name, at_seeds, runs)
     if by == "gradients" and not recipe.gradients:
         raise UserError("the pair has no weight gradients to rank layers by; rank them by outputs")
     groups = {name: tuple(group) for group in weights_in_one_tensor(at_seeds[0].weights) for name in group}
@@ -316,7 +316,7 @@ def _keep_some(
     kept, before = recipe.layers[:keep], recipe.error(recipe.by)
     left = max(before**2 - least**2, 0.0) * max(1.0 - sum(shares[:keep]), 0.0)
     weights = [name for layer in kept for name in layer.weights]
-    after = _summarize(recipe.name, at_seeds, _run(at_seeds, rounding, weights))
+    after = _summarize_runs(recipe.name, at_seeds, _run_at_seeds(at_seeds, rounding, weights))
     predicted, added_up = math.sqrt(least**2 + left), math.sqrt(least**2 + alone)
     names = tuple(layer.name for layer in kept)
     return Kept(names, before, predicted, after.error(recipe.by), added_up, after.outputs)
@@ -339,7 +339,7 @@ def _run_each_alone(
         if unit or rounding.attention != AttentionFormats():
             alone = replace(rounding, parts=frozenset[Part](PARTS if unit else ["attention"]))
             watch = partial(_round_one, {at for at, name in names.items() if name in unit}, part)
-            yield unit, part, _measure(prepared, run_model(prepared, alone, FUSED, watch=watch))
+            yield unit, part, _measure_errors(prepared, run_model(prepared, alone, FUSED, watch=watch))
 
 
 def _round_one(of_unit: Collection[int], part: str, operand: Operand, cast: Cast) -> Tensor:
@@ -364,9 +364,9 @@ class _Counting:
 
     def watch(self, prepared: Prepared) -> Watch:
         """Return what watches a pass."""
-        return partial(self._count, _name_weights(prepared))
+        return partial(self._count_elements, _name_weights(prepared))
 
-    def _count(self, names: Mapping[int, str], operand: Operand, cast: Cast) -> Tensor:
+    def _count_elements(self, names: Mapping[int, str], operand: Operand, cast: Cast) -> Tensor:
         to_format, stored, read = operand.to_format, _rotate_alike(operand), cast(operand.matrix, operand.dim)
         named = [names[at] for at in operand.weights if at in names]
         if named and to_format is not None:

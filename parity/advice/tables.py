@@ -124,16 +124,16 @@ def _list_layer_rows(recipe: Recipe) -> list[list[str]]:
     return [
         [
             layer.name,
-            _percent(layer.share("outputs")),
-            " + ".join(_percent(layer.shares["outputs"].get(part, math.nan)) for part in ("inputs", "weights")),
-            _percent(layer.share("gradients")),
-            *(", ".join(_percent(some[part]) for part in PARTS) for some in (layer.zeroed, layer.saturated)),
+            _format_percent(layer.share("outputs")),
+            " + ".join(_format_percent(layer.shares["outputs"].get(part, math.nan)) for part in ("inputs", "weights")),
+            _format_percent(layer.share("gradients")),
+            *(", ".join(_format_percent(some[part]) for part in PARTS) for some in (layer.zeroed, layer.saturated)),
         ]
         for layer in (*recipe.layers, *([recipe.attention] if recipe.attention else []))
     ]
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     if math.isnan(share):
         return "–"
     return "0" if share == 0.0 else "<0.1 %" if share < 0.001 else f"{100 * share:.2g} %" if share < 0.995 else "100 %"
@@ -156,7 +156,7 @@ def _list_sentences(recipe: Recipe) -> Iterator[str]:
         worst = [
             (part, *max((_read_share(layer, what, part), layer.name) for layer in recipe.layers)) for part in PARTS
         ]
-        named = [f"{part} of `{name}` ({_percent(share)})" for part, share, name in worst if share >= 0.001]
+        named = [f"{part} of `{name}` ({_format_percent(share)})" for part, share, name in worst if share >= 0.001]
         if named:
             yield f"Most elements are {what} in {', '.join(named)}."
 

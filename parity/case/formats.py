@@ -37,7 +37,7 @@ def check_patterns(formats: Mapping[str, str], modules: Iterable[str]) -> None:
     """
     names = list(modules)
     for pattern in formats:
-        if not any(_fits(pattern, name) for name in names):
+        if not any(_fits_module(pattern, name) for name in names):
             known = few_of([repr(name) for name in names], 12) or "none"
             raise UserError(
                 f"formats names {pattern!r}, which fits none of TransformerEngine's modules in the candidate: {known}"
@@ -46,7 +46,7 @@ def check_patterns(formats: Mapping[str, str], modules: Iterable[str]) -> None:
 
 def asked_format(formats: Mapping[str, str], module: str) -> str | None:
     """Return the precision whose formats a module should have, by the first pattern that fits; None if none does."""
-    return next((precision for pattern, precision in formats.items() if _fits(pattern, module)), None)
+    return next((precision for pattern, precision in formats.items() if _fits_module(pattern, module)), None)
 
 
 def keeps_unquantized(formats: Mapping[str, str], module: str) -> bool:
@@ -55,7 +55,7 @@ def keeps_unquantized(formats: Mapping[str, str], module: str) -> bool:
     return asked is not None and precision_named(asked).recipe is None
 
 
-def _fits(pattern: str, module: str) -> bool:
+def _fits_module(pattern: str, module: str) -> bool:
     """Return whether a pattern fits a module's name, or that of a module around it."""
     parts = module.split(".")
     return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))

@@ -12,7 +12,7 @@ import torch
 
 from parity.case import registry
 from parity.case.files import place_of
-from parity.settings import DECLARED_PRECISIONS, PRECISION_NAMES, check_precisions
+from parity.settings import PRECISION_NAMES, check_precisions
 from parity.te import DECLARED, PRECISIONS, Precision, precision_named
 from parity.user_error import UserError
 
@@ -52,7 +52,6 @@ def recipe(name: str, make: Callable[[], Any], dtype: torch.dtype = torch.bfloat
             f"{where}: this precision is already there{f' ({known.source})' * bool(known.source)}; rename it"
         )
     DECLARED[name] = declared = Precision(name, dtype, make, source)
-    DECLARED_PRECISIONS[name] = source
     return declared
 
 
@@ -97,7 +96,7 @@ def _load_precision(spelled: str, where: str) -> str:
         raise UserError(f"{spelled} in {where}: there is no Python file {path}")
 
     def declared() -> list[str]:
-        return [each for each, source in DECLARED_PRECISIONS.items() if source.rpartition("::")[0] == str(path)]
+        return [each for each, one in DECLARED.items() if one.source.rpartition("::")[0] == str(path)]
 
     if name not in declared():
         registry.module_of(path)

@@ -49,6 +49,12 @@ Precisions = Annotated[
         autocompletion=shared.precisions,
     ),
 ]
+Target = Annotated[
+    str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
+]
+OnePrecision = Annotated[str, typer.Option("-p", "--precision", help="The precision to run in.")]
+SizeText = Annotated[str, typer.Option(help="Arguments of the pair: layers=3; or a size's number.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights and inputs.")]
 BackendName = Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")]
 ReportFile = Annotated[Path, typer.Option("-o", "--out", help="The report; its record is beside it.")]
 Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")]
@@ -135,12 +141,10 @@ def list_cases(paths: Paths = None) -> None:
     "parity trace my_pairs.py::llama -p fp8_current --gradients",
 )
 def trace(
-    target: Annotated[
-        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
-    ],
-    precision: Annotated[str, typer.Option("-p", "--precision", help="The precision to run in.")] = "bf16",
-    size: Annotated[str, typer.Option(help="Arguments of the pair: layers=3; or a size's number.")] = "0",
-    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    target: Target,
+    precision: OnePrecision = "bf16",
+    size: SizeText = "0",
+    seed: Seed = 0,
     backend: BackendName = "auto",
     gradients: Annotated[
         bool, typer.Option("--gradients", help="List the stages of the backward pass that are right as well.")
@@ -163,12 +167,10 @@ def trace(
     "parity coverage my_pairs.py::gemma -p fp8_current --size layers=1,hidden=256 --strict",
 )
 def coverage(
-    target: Annotated[
-        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
-    ],
-    precision: Annotated[str, typer.Option("-p", "--precision", help="The precision to run in.")] = "bf16",
-    size: Annotated[str, typer.Option(help="Arguments of the pair: layers=3; or a size's number.")] = "0",
-    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    target: Target,
+    precision: OnePrecision = "bf16",
+    size: SizeText = "0",
+    seed: Seed = 0,
     backend: BackendName = "auto",
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 if one passes that the pair does not accept by its title.")
@@ -189,11 +191,9 @@ def coverage(
     name="recipes",
 )
 def advise_on_recipes(
-    target: Annotated[
-        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
-    ],
+    target: Target,
     precision: Precisions = None,
-    size: Annotated[str, typer.Option(help="Arguments of the pair: layers=3; or a size's number.")] = "0",
+    size: SizeText = "0",
     seeds: Annotated[str, typer.Option(help="3 means seeds 0 to 2; 0,3,7 lists them.")] = "3",
     keep: Annotated[
         int | None, typer.Option(min=1, help="Layers to keep unquantized [half of the error, at most a quarter].")
@@ -309,11 +309,9 @@ def port(
     name="suggest-map",
 )
 def suggest_map(
-    target: Annotated[
-        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
-    ],
+    target: Target,
     size: Annotated[int, typer.Option(help="Which of the pair's sizes, from 0.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    seed: Seed = 0,
     backend: BackendName = "auto",
     afresh: Annotated[bool, typer.Option("--afresh", help="Ignore the entries that the pair has.")] = False,
     max_runs: Annotated[int, typer.Option(help="Run at most so many alternatives.", min=1)] = 300,

@@ -237,7 +237,7 @@ def noisy_sums(rounding: Rounding) -> tuple[str, ...]:
 def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:
     """Return the rounding with the formats in which these kernels read operands."""
     if RECAST_UP in kernels or RECAST_DOWN in kernels:
-        gradients = _lean(rounding.attention.qkv_gradients, RECAST_UP in kernels)
+        gradients = _make_lean(rounding.attention.qkv_gradients, RECAST_UP in kernels)
         return replace(rounding, attention=replace(rounding.attention, qkv_gradients=gradients))
     if TF32_TRUNCATED not in kernels:
         return rounding
@@ -246,7 +246,7 @@ def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:
     return replace(rounding, inputs=inputs, weights=weights, gradients=gradients)
 
 
-def _lean(stored: Format | None, is_up: bool) -> Format | None:
+def _make_lean(stored: Format | None, is_up: bool) -> Format | None:
     """Return a format whose numbers are all rounded up the second time, or all down."""
     if not isinstance(stored, Recast):
         return stored

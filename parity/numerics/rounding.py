@@ -40,7 +40,7 @@ from parity.numerics.aten import (
     addresses,
 )
 from parity.numerics.blocked_attention import Arithmetic, as_it_is
-from parity.numerics.formats import AttentionPart, Role, Rounding, largest
+from parity.numerics.formats import AttentionFormats, AttentionPart, Role, Rounding, largest
 from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, KinkSides, jumps
 from parity.numerics.golden import in_blocks_and_one_by_one
 from parity.numerics.kernel_choices import (
@@ -90,12 +90,13 @@ class Attention:
 
     def __init__(self, storing: Storing, phase: Phase) -> None:
         self._storing, self._phase = storing, phase
+        self._is_in_fp8 = storing.rounding.attention != AttentionFormats()
         # All of these are by address. The tensors are kept, so that no address is reused.
         # Probabilities, and the softmax that they come from.
         self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
         self._score_gradients: dict[int, Tensor] = {}  # by address, a softmax's gradient and multiples of it
         # By address: queries, keys and values, and the amax of those that are cast to FP8 together.
-        self._qkv: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._qkv: dict[int, tuple[Tensor, Tensor]] = {}
         self._amax: Tensor | None = None  # of the queries and keys that were multiplied last
         self._uncast: dict[int, Tensor] = {}  # gradients of queries, keys and values that are yet to be cast to FP8
         self._scores: dict[int, Tensor] = {}  # kept until the softmax
@@ -176,13 +177,13 @@ class Attention:
 
         Values come after the product of queries and keys, whose scale they no longer change here.
         """
-        if self._storing.rounding.attention.qkv is not None:
-            amaxes = [largest(x) for x in tensors] + ([] if before is None else [before])
-            self._amax = torch.stack(amaxes).max()
+        if not self._is_in_fp8:
+            return
+        self._amax = torch.stack([largest(x) for x in tensors] + ([] if before is None else [before])).max()
         self._qkv.update((address(x), (x, self._amax)) for x in tensors)
 
     def _read_tensor(self, x: Tensor, dim: int) -> Tensor:
-        part = self._classify(address(x))
+        part = self._name_part(address(x))
         return self._storing.in_attention(x, part, dim, self._qkv[address(x)][1] if part == "qkv" else None)
 
     def cast_gradients(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
@@ -194,6 +195,8 @@ class Attention:
         Returns:
             None for a call that is to be made as usual.
         """
+        if not self._uncast:
+            return None
         read = {address(x): x for x in tree_leaves(args) if isinstance(x, Tensor) and address(x) in self._uncast}
         if not read:
             return None
@@ -219,7 +222,7 @@ class Attention:
         self._uncast[address(gradient)] = gradient
         return gradient
 
-    def _classify(self, at: int) -> AttentionPart:
+    def _name_part(self, at: int) -> AttentionPart:
         """Return which of attention's tensors the operand at an address is."""
         if at in self._score_gradients:
             return "score_gradients"
@@ -230,7 +233,7 @@ class Attention:
     def _note_probabilities(self, x: Tensor, softmax: Tensor) -> None:
         """Note probabilities, or the gradients of scores, and the softmax that they come from."""
         self._probabilities[address(x)] = x, softmax
-        if self._phase.backward:
+        if self._phase.backward and self._is_in_fp8:
             self._score_gradients[address(x)] = x
 
     def result(self, result: Tensor, left: Tensor, right: Tensor, stored_left: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class Storing:
         """
         to_format = getattr(self.rounding.attention, part) if "attention" in self.rounding.parts else None
         if part in ("context", "qkv_gradients"):  # results, which a GEMM has in FP32
-            stored = self.store(x if to_format is None else self._cast(x, to_format, part))
+            stored = self.store(x if to_format is None else self._cast_tensor(x, to_format, part))
             if to_format is not None:
                 self.cast_results[address(stored)] = stored, largest(x), to_format.gain
             return stored
@@ -132,8 +132,8 @@ class Storing:
             return x
         if getattr(to_format, "along", 0):  # blocks are those of a matrix
             rows = x.transpose(-1, dim).flatten(0, -2)
-            return self._cast(rows, to_format, part).view(x.transpose(-1, dim).shape).transpose(-1, dim)
-        return self._cast(x, to_format, part, amax)
+            return self._cast_tensor(rows, to_format, part).view(x.transpose(-1, dim).shape).transpose(-1, dim)
+        return self._cast_tensor(x, to_format, part, amax)
 
     def cast_in_place(self, x: Tensor, part: AttentionPart) -> None:
         """Cast a result of attention's in its own memory."""
@@ -141,7 +141,7 @@ class Storing:
         _, amax, gain = self.cast_results.pop(address(cast))
         self.cast_results[address(x)] = x.copy_(cast), amax, gain
 
-    def _cast(self, x: Tensor, to_format: Format, part: AttentionPart, amax: Tensor | None = None) -> Tensor:
+    def _cast_tensor(self, x: Tensor, to_format: Format, part: AttentionPart, amax: Tensor | None = None) -> Tensor:
         self._casts += 1
         if self._past is not None and part in self._past.in_attention:
             x, amax = self._past.scaled(-self._casts, x, amax)  # linear layers' places are positive

@@ -23,6 +23,7 @@ from parity.machine import devices as of_machine
 from parity.machine import process
 from parity.machine.process import lasting
 from parity.numerics.formats import AttentionPart, Rounding, tf32
+from parity.settings import DECLARED_PRECISIONS
 from parity.te.recipes import derive_rounding, find_families, has_delayed_scales
 from parity.user_error import UserError
 from te_on_cpu import EmulationError
@@ -188,12 +189,12 @@ class Precision:
         if self.recipe is None:
             operands = tf32 if self.dtype is torch.float32 else None
             return Rounding(self.dtype, operands, operands, operands)
-        return self._derive(derive_rounding, self.dtype)
+        return self._derive_from_recipe(derive_rounding, self.dtype)
 
     @cached_property
     def scaled_by_history(self) -> frozenset[str]:
         """What is scaled by the amaxes of earlier passes: ``linear`` layers' operands, and parts of attention."""
-        delayed = {"linear"} if self.recipe is not None and self._derive(has_delayed_scales) else set()
+        delayed = {"linear"} if self.recipe is not None and self._derive_from_recipe(has_delayed_scales) else set()
         attention = self.rounding.attention
         if attention.qkv_gradients is not None:
             return frozenset(delayed | set(get_args(AttentionPart)))
@@ -210,7 +211,7 @@ class Precision:
         """The built-in precisions whose formats it has, the coarsest last, by whose laws it is judged."""
         return find_families(self.rounding, "linear" in self.scaled_by_history)
 
-    def _derive(self, derive: Callable[..., Any], *arguments: Any) -> Any:
+    def _derive_from_recipe(self, derive: Callable[..., Any], *arguments: Any) -> Any:
         """Return what follows from the recipe's quantizers, which TE makes and so must be loaded."""
         if "transformer_engine.pytorch" not in sys.modules:
             kernels()
@@ -236,7 +237,7 @@ class Precision:
         return context
 
 
-def _builtin(name: str) -> Callable[[], Any]:
+def _make_builtin(name: str) -> Callable[[], Any]:
     """Return a function that makes a recipe of TE's class of this name with its default arguments."""
     return lambda: getattr(importlib.import_module("transformer_engine.common.recipe"), name)()
 
@@ -247,16 +248,16 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp32", torch.float32),
         Precision("bf16", torch.bfloat16),
         Precision("fp16", torch.float16),
-        Precision("fp8_delayed", torch.bfloat16, _builtin("DelayedScaling")),
-        Precision("fp8_current", torch.bfloat16, _builtin("Float8CurrentScaling")),
-        Precision("fp8_block", torch.bfloat16, _builtin("Float8BlockScaling")),
-        Precision("mxfp8", torch.bfloat16, _builtin("MXFP8BlockScaling")),
-        Precision("nvfp4", torch.bfloat16, _builtin("NVFP4BlockScaling")),
+        Precision("fp8_delayed", torch.bfloat16, _make_builtin("DelayedScaling")),
+        Precision("fp8_current", torch.bfloat16, _make_builtin("Float8CurrentScaling")),
+        Precision("fp8_block", torch.bfloat16, _make_builtin("Float8BlockScaling")),
+        Precision("mxfp8", torch.bfloat16, _make_builtin("MXFP8BlockScaling")),
+        Precision("nvfp4", torch.bfloat16, _make_builtin("NVFP4BlockScaling")),
     )
 }
 """The built-in ones by name, those of ``parity.settings.PRECISION_NAMES``."""
 
-DECLARED: dict[str, Precision] = {}
+DECLARED: dict[str, Precision] = DECLARED_PRECISIONS
 """Those that ``parity.recipe`` has declared, by name."""
 
 

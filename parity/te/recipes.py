@@ -54,7 +54,12 @@ def _derive_in_module(recipe: Any, dtype: torch.dtype, role: Role) -> Rounding:
     if override == "high_precision":
         g, x_columns, w_columns, g_columns = None, None, None, None
     elif override == "dequantized":
-        g, x_columns, w_columns, g_columns = None, _requantize(x, None, dtype), _requantize(w, None, dtype), None
+        g, x_columns, w_columns, g_columns = (
+            None,
+            _requantize_format(x, None, dtype),
+            _requantize_format(w, None, dtype),
+            None,
+        )
     columnwise = Operands(x_columns, w_columns, g_columns)
     both = None if columnwise == Operands(x, w, g) else columnwise
     is_quantized = recipe.fp8_dpa or recipe.fp8_mha
@@ -215,7 +220,7 @@ def read_formats(quantizer: Any, dtype: torch.dtype) -> tuple[Format | None, For
         rowwise, _ = read_formats(quantizer.rowwise_quantizer, dtype)
         _, columnwise = read_formats(quantizer.columnwise_quantizer, dtype)
         if quantizer.columnwise_source == "rowwise_dequantized":
-            columnwise = _requantize(rowwise, columnwise, dtype)
+            columnwise = _requantize_format(rowwise, columnwise, dtype)
         return rowwise, columnwise
     raise UserError(
         f"the recipe has the quantizer {kind.__module__}.{kind.__qualname__}, and parity has no rounding model for it; "
@@ -223,7 +228,7 @@ def read_formats(quantizer: Any, dtype: torch.dtype) -> tuple[Format | None, For
     )
 
 
-def _requantize(stored: Format | None, then: Format | None, dtype: torch.dtype) -> Format | None:
+def _requantize_format(stored: Format | None, then: Format | None, dtype: torch.dtype) -> Format | None:
     """Return the format of what is read of a matrix that was stored in a format, and then cast to another one."""
     return then if stored is None else Requantized(stored, then, dtype)
 

@@ -100,7 +100,7 @@ class SeenFormats:
             names = _OPERANDS.get((transposes_a, transposes_b))
             if names is not None:
                 # The one is read along its last dimension if it is transposed, the other one if it is not.
-                self._note({names[0]: (a, not transposes_a), names[1]: (b, transposes_b)})
+                self._note_operands({names[0]: (a, not transposes_a), names[1]: (b, transposes_b)})
             return kernel(a, transposes_a, b, transposes_b, *args, **kwargs)
 
         return call
@@ -119,37 +119,37 @@ class SeenFormats:
             else:
                 parts |= {"context_gradients": given.get("d_o"), "score_gradients": given.get("dp_quantizer")}
                 parts |= {"qkv_gradients": [first, *others[:2]]}
-            self._note({f"attention {part}": (x, False) for part, x in parts.items()})
+            self._note_operands({f"attention {part}": (x, False) for part, x in parts.items()})
             return result
 
         return call
 
-    def _note(self, operands: Mapping[str, tuple[Any, bool]]) -> None:
+    def _note_operands(self, operands: Mapping[str, tuple[Any, bool]]) -> None:
         """Note operands by their names, each with whether it is read along columns."""
         module = _find_module()
         if module is None:
             return
         for name, (operand, columnwise) in operands.items():
-            key = module, name, _identify(operand)
+            key = module, name, _identify_operand(operand)
             if key not in self._known:
                 self._known.add(key)
-                self._seen[module][name].update(_describe(operand, columnwise))
+                self._seen[module][name].update(_describe_operand(operand, columnwise))
 
 
-def _identify(operand: Any) -> Hashable:
+def _identify_operand(operand: Any) -> Hashable:
     """Return what tells operands apart that one module hands to one kernel."""
     if isinstance(operand, (list, tuple)):
-        return tuple(map(_identify, operand))
+        return tuple(map(_identify_operand, operand))
     of_tensor = (getattr(operand, name, None) for name in ("dtype", "_fp8_dtype", "_is_2D_scaled"))
     return type(operand), type(getattr(operand, "_quantizer", None)), *of_tensor
 
 
-def _describe(operand: Any, columnwise: bool) -> dict[str, None]:
+def _describe_operand(operand: Any, columnwise: bool) -> dict[str, None]:
     """Return the formats of a tensor, of several, or of what a quantizer makes, in words; nothing of None."""
     if operand is None:
         return {}
     if isinstance(operand, (list, tuple)):
-        return {words: None for one in operand for words in _describe(one, columnwise)}
+        return {words: None for one in operand for words in _describe_operand(one, columnwise)}
     quantizer = getattr(operand, "_quantizer", None) or getattr(operand, "quantizer", None)  # of a grouped tensor
     if hasattr(operand, "make_empty"):
         quantizer = operand

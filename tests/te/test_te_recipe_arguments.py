@@ -18,7 +18,7 @@ import parity
 from parity.report import html, markdown
 from parity.report.markdown import digest
 from parity.report.record import Record
-from parity.te import PRECISIONS
+from parity.te import DECLARED, PRECISIONS
 from parity.te.state import fresh_quantization
 from parity.user_error import UserError
 from te_on_cpu import cuda
@@ -26,6 +26,15 @@ from te_on_cpu.cuda import emulated
 
 te = parity.te.kernels("cpu").te
 RECIPES = [precision.new_recipe() for precision in PRECISIONS.values() if precision.recipe is not None]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_declared() -> Iterator[None]:
+    """Forget what other files declare, such as a study's recipes, whose rounding is no longer unknown then."""
+    before = dict(DECLARED)
+    DECLARED.clear()
+    yield
+    DECLARED.update(before)
 
 
 def with_another_argument(recipe: Any) -> Iterator[tuple[str, Any]]:

@@ -115,7 +115,7 @@ def join(old: Mapping[str, Tensor], reference: nn.Module, layout: Layout, prefix
     wanted = {*layout.order, *layout.parameters, *layout.tied}
     shapes = {prefixes.outside(name): torch.empty(shape, device="meta") for name, shape in layout.parameters.items()}
     found, problems = dict[str, Tensor](), list[Problem]()
-    for group in _regroup(old, loading):
+    for group in _regroup_tensors(old, loading):
         if group.converter is not None and prefixes.inside(group.target) in wanted:
             problems += _report_misfit(group, saving, old, shapes)
         if not any(prefixes.inside(key) in wanted for key in group.made):
@@ -145,9 +145,9 @@ def separate(plan: Plan, reference: nn.Module) -> Plan:
         made.key: torch.empty(made.shape, dtype=made.dtype, device="meta") for step in plan.steps for made in step.made
     }
     try:
-        groups = list(_regroup(held, rules[1]))
+        groups = list(_regroup_tensors(held, rules[1]))
         made = {key: tensor for group in groups for key, tensor in group.made.items()}
-        again = {key: tensor for group in _regroup(made, rules[0]) for key, tensor in group.made.items()}
+        again = {key: tensor for group in _regroup_tensors(made, rules[0]) for key, tensor in group.made.items()}
     except Exception:  # some of transformers' rules have no inverse, and raise anything
         return plan
     if any(group.problem for group in groups) or _shapes_of(again) != _shapes_of(held):
@@ -200,7 +200,7 @@ def _find_rules(module: nn.Module) -> tuple[_Rules, _Rules] | None:
     return sort(loading, False), sort(saving, True)
 
 
-def _regroup(tensors: Mapping[str, Tensor], rules: _Rules) -> Iterator[_Group]:
+def _regroup_tensors(tensors: Mapping[str, Tensor], rules: _Rules) -> Iterator[_Group]:
     """Yield which tensors become which, in transformers' order, with the shapes and dtypes of what is made."""
     groups: dict[str, _Group] = {}
     for key in sorted(tensors, key=rules.order):
@@ -234,7 +234,7 @@ def _report_misfit(
         return
     lacking = [
         (key, tuple(part.shape))
-        for back in _regroup({group.target: own}, saving)
+        for back in _regroup_tensors({group.target: own}, saving)
         for key, part in back.made.items()
         if key not in old
     ]
