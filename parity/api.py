@@ -15,6 +15,7 @@ from parity.case.recipes import name_precisions
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import Table, packaged
+from parity.judge.request import Request
 from parity.ranks.layout import degrees
 from parity.result import Result, Switch
 from parity.settings import PRECISION_NAMES, default_seconds
@@ -162,7 +163,12 @@ def compare(
             from parity.trainings.parallel import compare_over_ranks_at
 
             return compare_over_ranks_at(*at, made, forced, diagnosis)
-        return compare_at(*at, forced, determinism, diagnosis, stages)
+        result = compare_at(*at, forced, determinism, diagnosis, stages)
+        if not case.invariance:
+            return result
+        from parity.invariance import check_invariance_at
+
+        return check_invariance_at(Request(*at, forced), result)
 
     return [
         judged(checked, precision, forced, seed)

@@ -26,6 +26,13 @@ DECLARED_PRECISIONS: dict[str, Any] = {}
 """Those that ``parity.recipe`` has declared by name, of ``parity.te.Precision``."""
 
 
+AXES = (
+    *("batch-size", "batch-place", "padding-right", "padding-left", "padding-garbage", "packing"),
+    *("prefix", "decoding", "micro-batches", "recompute"),
+)
+"""What a pair may be invariant to, see ``parity.invariance``."""
+
+
 def check_precisions(names: Iterable[object], where: str) -> None:
     """Check that every name is that of a precision.
 

@@ -211,6 +211,7 @@ class Case:
             floating-point inputs may not take any value, such as probabilities.
         attention: the attention backends that TE must use, each in an item of its own; empty lets TE choose.
         accepts: titles of the mistakes that a comparison may pass, see ``parity.coverage``.
+        invariance: names of ``parity.settings.AXES`` on which the candidate's results must not depend.
         path: the file that declares the case.
         line: the line of the declaration, from 1.
         steps: how many steps the pair is trained for, besides the single pass; 0 for none.
@@ -235,6 +236,7 @@ class Case:
     probe: bool = True
     attention: tuple[AttentionBackend, ...] = ()
     accepts: tuple[str, ...] = ()
+    invariance: tuple[str, ...] = ()
     path: Path = Path()
     line: int = 0
     steps: int = 0

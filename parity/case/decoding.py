@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +17,19 @@ from torch import Tensor, nn
 from parity.user_error import UserError
 
 _MASK = "padding_causal"  # TE aligns it at the bottom right if keys come from a cache
+
+_PROMPT: ContextVar[tuple[int, list[Decoding]] | None] = ContextVar("prompt", default=None)
+
+
+@contextmanager
+def prompted(tokens: int) -> Iterator[list[Decoding]]:
+    """Let the first step of every decoding take so many tokens, and hand out which ones have run."""
+    called: list[Decoding] = []
+    before = _PROMPT.set((tokens, called))
+    try:
+        yield called
+    finally:
+        _PROMPT.reset(before)
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,11 @@ class Decoding:
         return joined
 
     def _count_prompt_tokens(self, ends: Sequence[int]) -> list[int]:
-        prompts = [self.prompt] * len(ends) if isinstance(self.prompt, int) else list(self.prompt)
+        instead = _PROMPT.get()
+        prompt = self.prompt if instead is None else instead[0]
+        if instead is not None:
+            instead[1].append(self)
+        prompts = [prompt] * len(ends) if isinstance(prompt, int) else list(prompt)
         if len(prompts) != len(ends) or any(prompt < 1 for prompt in prompts):
             raise UserError(
                 f"prompt={self.prompt!r} must be one number of tokens, from 1, or one for each of {len(ends)} sequences"

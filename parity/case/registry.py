@@ -23,7 +23,7 @@ from parity.case.files import Place, place_of
 from parity.case.formats import checked_formats
 from parity.ranks.layout import Degrees, degrees
 from parity.result import Switch
-from parity.settings import check_precisions
+from parity.settings import AXES, check_precisions
 from parity.te.attention_backend import BACKENDS, AttentionBackend
 from parity.user_error import INTERRUPTS, UserError
 
@@ -113,6 +113,15 @@ def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
     return tuple(backend for backend in BACKENDS if backend in chosen)
 
 
+def checked_axes(axes: object) -> tuple[str, ...]:
+    """Return names of axes of invariance."""
+    chosen = _require_names("invariance", axes)
+    unknown = [name for name in chosen if name not in AXES]
+    if unknown:
+        raise UserError(f"unknown axis {unknown[0]!r} of invariance; there are {', '.join(AXES)}")
+    return tuple(axis for axis in AXES if axis in chosen)
+
+
 def checked_marks(marks: object) -> tuple[str, ...]:
     """Return names of pytest marks."""
     chosen = _require_names("marks", marks)
@@ -190,6 +199,7 @@ def pair(
     probe: bool = True,
     attention: Iterable[str] = (),
     accepts: Iterable[str] = (),
+    invariance: Iterable[str] = (),
     steps: int = 0,
     switches: Iterable[Switch] = (),
     ranks: Iterable[Mapping[str, int]] | Mapping[str, int] = (),
@@ -209,6 +219,8 @@ def pair(
         attention: ``flash``, ``fused``, ``unfused``: attention backends that TE must use, each in an item of its own.
         accepts: titles of findings, such as ``softcap``: known mistakes that this pair need not show under
             ``parity coverage --strict``.
+        invariance: names of axes, such as ``batch-size``: the candidate's results must not depend on them, see
+            ``parity invariance``.
         steps: how many steps the pair is trained for, in an item of its own besides that of a single pass.
         switches: ``resume``, ``resume-dcp``, ``resume-safetensors``, ``rollback``, ``recompute``, ``micro-batches``,
             ``graph``, ``compile``, ``offload``: further ways to make these steps, each in an item of its own.
@@ -244,6 +256,7 @@ def pair(
                 probe=checked_switch("probe", probe),
                 attention=checked_attention(attention),
                 accepts=_require_names("accepts", accepts),
+                invariance=checked_axes(invariance),
                 steps=checked_steps(steps),
                 switches=checked_switches(_require_names("switches", switches), steps),
                 ranks=checked_ranks(ranks),

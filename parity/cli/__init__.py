@@ -186,6 +186,29 @@ def coverage(
 
 @add_command(
     app,
+    "parity invariance my_pairs.py::llama",
+    "parity invariance my_pairs.py::llama -p bf16,fp8_current --size layers=2,hidden=256",
+)
+def invariance(
+    target: Target,
+    precision: Precisions = None,
+    size: SizeText = "0",
+    seed: Seed = 0,
+    backend: BackendName = "auto",
+) -> None:
+    """Show whether results depend on how tokens were batched, padded, packed, cut, decoded or recomputed, and why.
+
+    The exit code is 1 if they do, and neither the recipe, nor what kernels may do, nor the reference explains it.
+    """
+    from parity.cli import invariance
+    from parity.plugin.options import parse_precisions
+
+    chosen = parse_precisions(",".join(precision or ()))
+    raise typer.Exit(0 if invariance.print_axes(target, size, seed, chosen, backend) else 1)
+
+
+@add_command(
+    app,
     "parity recipes my_pairs.py::llama",
     "parity recipes my_pairs.py::llama -p fp8_current,my_recipes.py::mine --report reports/recipes",
     name="recipes",

@@ -429,6 +429,10 @@ class ParityItem(pytest.Item):
             result = explain_at(comparison, self.options.diagnosis)
             if self.options.stages:
                 result = check_stages_at(comparison.request, result)
+            if self.case.invariance:
+                from parity.invariance import check_invariance_at
+
+                result = check_invariance_at(comparison.request, result)
         if self.kernels.device.type == "cuda":
             import torch
 

@@ -374,6 +374,15 @@ class Recomputes:
         return []
 
 
+def checkpointed(checkpoint: Callable[..., Any], call: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a call that ``te.checkpoint``, or PyTorch's, makes, so that the backward pass computes it again."""
+
+    def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(call or nn.Module.__call__, module, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
+
+
 def _name_active_recipe() -> str:
     manager = state_manager()
     if manager is None or not manager.is_fp8_enabled():

@@ -39,7 +39,7 @@ from parity.ranks.layout import Parallel
 from parity.result import Switch, label_of
 from parity.te import state
 from parity.te.attention_backend import te_variables
-from parity.te.state import Kept, kept, slots
+from parity.te.state import Kept, checkpointed, kept, slots
 from parity.trainings import switches
 from parity.trainings.micro_batches import micro_batches
 from parity.trainings.optimized import (
@@ -344,7 +344,9 @@ class Trainee:
         self.moved_in_calls: set[str] = set()
         autocast = partial(precision.autocast, kernels, group)
         around = partial(_note_moved_buffers, pair.candidate, self.moved_in_calls, autocast)
-        call = _wrap_in_checkpoint(kernels.te, pair.call_candidate) if switch == "recompute" else pair.call_candidate
+        call = (
+            checkpointed(kernels.te.checkpoint, pair.call_candidate) if switch == "recompute" else pair.call_candidate
+        )
         self._model = Model(
             pair.candidate, call, training.loss, around, precision.new_recipe(), switches.cuda_of(kernels)
         )
@@ -724,12 +726,3 @@ def digest(value: Any) -> bytes:
 
 def _copy_as_leaves(inputs: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()), inputs)
-
-
-def _wrap_in_checkpoint(te: ModuleType, call: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a call that ``te.checkpoint`` makes, so that the backward pass computes it again."""
-
-    def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return te.checkpoint(call or nn.Module.__call__, module, *args, use_reentrant=False, **kwargs)
-
-    return recomputed
