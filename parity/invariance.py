@@ -133,15 +133,13 @@ class _Tokens:
 
     def list_rows(self, order: Iterable[int], size: int) -> Tensor:
         """Return the places of these tokens along a dimension of this size; those of others come after it."""
-        ends = (torch.arange(self.count + 1) * (size // self.count)).tolist()
-        for x in self.borders.values():
-            ends = x.tolist() if int(x[-1]) == size else ends
-        return torch.cat(
-            [
-                torch.arange(ends[one % self.count], ends[one % self.count + 1]) + one // self.count * size
-                for one in order
-            ]
-        )
+        ends = next((x for x in self.borders.values() if int(x[-1]) == size), None)
+        if ends is None and size % self.count:
+            raise _Excused("none", f"a dimension of {size} does not hold {self.count} of equal size")
+        sizes = torch.full((self.count,), size // self.count) if ends is None else ends.diff()
+        starts = (sizes.cumsum(0) - sizes).tolist()
+        spans = [(starts[one % self.count] + one // self.count * size, int(sizes[one % self.count])) for one in order]
+        return torch.cat([torch.arange(start, start + length) for start, length in spans])
 
     def arrange(self, x: Tensor, others: Tensor, dim: int, order: Iterable[int]) -> Tensor:
         return _select(torch.cat([x, others.to(x)], dim), dim, self.list_rows(order, x.shape[dim]))
@@ -218,9 +216,7 @@ class _Subject:
 
     def _packing(self) -> Iterator[_Way]:
         if not self._borders:
-            raise _Excused(
-                "none", "no argument of the inputs holds the borders of packed documents, from 0 to their end"
-            )
+            raise _Excused("none", "no argument of the inputs holds the borders of packed documents, from 0 on")
         yield self._rearrange(self._batch, [[i] for i in range(self._batch.count)], "each document by itself")
 
     def _prefix(self) -> Iterator[_Way]:
@@ -263,6 +259,8 @@ class _Subject:
         side, order = ("left", [*others, *own]) if axis == "padding-left" else ("right", [*own, *others])
         padding = {name: self._make_padding(x, garbage) for name, x in self._inputs.items()}
         for name, marks in self._list_marks(tokens):
+            if side == "left" and name not in tokens.inputs:
+                raise _Excused("none", f"{name} holds lengths, which mark no padding on the left")
             told = f"with {'garbage' if garbage else 'zeros'} on the {side} that {name} marks as padding"
             try:
                 return self._rearrange(tokens, [order], told, {**padding, name: marks})
@@ -512,9 +510,7 @@ class _Subject:
         kernels = [FUSED, UNFUSED, replace(FUSED_POINTWISE, splits_of_k=2, jitter=0)]
         kernels += [*(replace(FUSED, kernels=(name,)) for name in names), *self._port_freedoms]
         by_kernels = self._model_changes(way, golden, rounding, [(FUSED, one) for one in kernels])
-        by_chance = _measure_changes(
-            way.keep(self._run(self._base)), way.keep(self._own), golden
-        )  # of atomic sums, say
+        by_chance = _measure_changes(way.keep(self._run(self._base)), way.keep(self._own), golden)
         yield "kernels", "other kernels", {key: explained[key] + by_kernels[key] + by_chance[key] for key in golden}
 
     @cached_property

@@ -200,11 +200,11 @@ def invariance(
 
     The exit code is 1 if they do, and neither the recipe, nor what kernels may do, nor the reference explains it.
     """
-    from parity.cli import invariance
+    from parity.cli import axes
     from parity.plugin.options import parse_precisions
 
     chosen = parse_precisions(",".join(precision or ()))
-    raise typer.Exit(0 if invariance.print_axes(target, size, seed, chosen, backend) else 1)
+    raise typer.Exit(0 if axes.print_axes(target, size, seed, chosen, backend) else 1)
 
 
 @add_command(

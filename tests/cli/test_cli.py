@@ -616,6 +616,54 @@ def test_coverage_says_what_it_cannot_judge(command: Command, tmp_path: Path) ->
     assert_mistake(command("coverage", "fits.py", "-p", "mxfp8"), "PARITY_EMULATED_GPU=blackwell")
 
 
+# ``parity invariance``: on what results depend.
+
+ARRANGED = """
+    import parity
+    from torch import nn
+
+    class Centred(nn.Linear):
+        over_batch = False
+
+        def forward(self, x):
+            y = super().forward(x)
+            return y - y.mean(1, keepdim=True) if x.shape[0] == 1 or not self.over_batch else y - y.mean((0, 1))
+
+    class Wrong(Centred):
+        over_batch = {wrong}
+
+    @parity.pair("arranged", probe=False, invariance=["batch-place"])
+    def arranged(te):
+        return parity.Pair(
+            reference=Centred(64, 64),
+            candidate=Wrong(64, 64),
+            weights={{"weight": "weight", "bias": "bias"}},
+            inputs=lambda rng: rng.normal(1, 32, 64),
+        )
+"""
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_invariance_shows_axes_by_precision(command: Command, tmp_path: Path, wrong: bool) -> None:
+    write(tmp_path, ARRANGED.format(wrong=wrong))
+    done = command("invariance", "my_pairs.py", "-p", "fp32,bf16")
+    assert done.returncode == wrong, done.stderr
+    head, *rows = done.stdout.splitlines()
+    assert head.split() == ["fp32", "bf16"]
+    cells = {row.split()[0]: row.split()[1:] for row in rows if row}
+    assert cells["batch-place"][0] == ("DEPENDS" if wrong else "equal")
+    assert cells["packing"] == ["-", "-"]
+    assert "padding-left: no argument of the inputs is a padding mask or holds lengths" in rows
+    assert command("run", "my_pairs.py", "-p", "fp32").returncode == wrong
+
+
+def test_invariance_says_what_it_cannot_run(command: Command, tmp_path: Path) -> None:
+    write(tmp_path, ARRANGED.format(wrong=False).replace("batch-place", "batchplace"))
+    assert_mistake(command("invariance", "my_pairs.py"), "unknown axis 'batchplace'", "batch-size, batch-place")
+    write(tmp_path, FITS, "fits.py")
+    assert_mistake(command("invariance", "fits.py", "-p", "mxfp8"), "PARITY_EMULATED_GPU=blackwell")
+
+
 # parity recipes
 
 

@@ -18,7 +18,7 @@ from parity import te
 from parity.api import compare
 from parity.case.case import Case
 from parity.case.validate import check_case
-from parity.cli.invariance import describe_cell
+from parity.cli.axes import describe_cell
 from parity.invariance import Outcome, try_axes
 from parity.judge.limits import packaged
 from parity.judge.request import Request

@@ -48,15 +48,14 @@ def list_lines(found: dict[str, list[Outcome]]) -> Iterator[str]:
     yield from (
         line.rstrip() for line in tabulate(rows, ["", *found], tablefmt="plain", disable_numparse=True).splitlines()
     )
-    told: dict[str, list[str]] = {}
+    yield ""
     for some in by_axis:
-        for name, one in zip(found, some, strict=True):
-            if one.verdict in ("depends", "reference", "none"):
-                told.setdefault(f"{one.axis}: {one.told}", []).append(name)
-    yield from (
-        "",
-        *(f"{text} ({', '.join(names)})" if len(names) < len(found) else text for text, names in told.items()),
-    )
+        told = dict(zip(found, some, strict=True))
+        for verdict in ("depends", "reference", "none"):
+            first, *others = [name for name, one in told.items() if one.verdict == verdict] or [""]
+            at = f" at {first}" if len(others) + 1 < len(found) or verdict == "depends" else ""
+            so = f"; so at {', '.join(others)}" if others and at else ""
+            yield from [f"{some[0].axis}{at}: {told[first].told}{so}"] * bool(first)
 
 
 def describe_cell(one: Outcome) -> str:
