@@ -52,10 +52,11 @@ def list_lines(found: dict[str, list[Outcome]]) -> Iterator[str]:
     for some in by_axis:
         told = dict(zip(found, some, strict=True))
         for verdict in ("depends", "reference", "none"):
-            first, *others = [name for name, one in told.items() if one.verdict == verdict] or [""]
-            at = f" at {first}" if len(others) + 1 < len(found) or verdict == "depends" else ""
-            so = f"; so at {', '.join(others)}" if others and at else ""
-            yield from [f"{some[0].axis}{at}: {told[first].told}{so}"] * bool(first)
+            names = [name for name, one in told.items() if one.verdict == verdict]
+            if names:
+                is_at = verdict == "depends" or len(names) < len(found)
+                others = f"; so at {', '.join(names[1:])}" * (is_at and len(names) > 1)
+                yield f"{some[0].axis}{f' at {names[0]}' * is_at}: {told[names[0]].told}{others}"
 
 
 def describe_cell(one: Outcome) -> str:
