@@ -33,7 +33,7 @@ from parity.numerics.kernel_choices import biased_kernels, noisy_sums
 from parity.passes.all_passes import Tensors, as_returned, run_model, tensors_of
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import named_inputs, run, with_inputs
-from parity.passes.prepare import Cache, Prepared, build, cast, prepare
+from parity.passes.prepare import Cache, Prepared, build, calls_of, cast, prepare
 from parity.result import Kind, Result, label_of
 from parity.search.located import describe_place
 from parity.settings import AXES
@@ -241,6 +241,8 @@ class _Subject:
     def _recompute(self) -> Iterator[_Way]:
         if self._base.evaluation:
             raise _Excused("none", "in evaluation mode there is no backward pass")
+        if calls_of(self._base).trace.optimizers:
+            raise _Excused("none", "a pass that makes an optimizer's steps cannot be computed again")
 
         def recompute(prepared: Prepared) -> Tensors:
             pair, cache = build(*self._at), Cache()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from lab.corpus.catalogue import RIGHT as OF_CORPUS
 from lab.studies.invariance.ports import RIGHT, WRONG
 from parity import te
 from parity.api import compare
@@ -92,6 +93,15 @@ def test_a_right_port_depends_on_nothing(name: str) -> None:
 
 def test_there_are_40_wrong_ports() -> None:
     assert len({one.name for one in WRONG}) == len(WRONG) >= 40
+
+
+def test_te_takes_a_padding_mask_for_lengths() -> None:
+    found = outcomes(OF_CORPUS["padded_attention"], axes=["padding-right", "padding-left", "padding-garbage"])
+    assert {axis: one.verdict for axis, one in found.items()} == {
+        "padding-right": "equal",
+        "padding-left": "depends",
+        "padding-garbage": "equal",
+    }
 
 
 # What explains a change.
@@ -178,6 +188,13 @@ def test_an_axis_that_does_not_apply_says_what_is_missing(axis: str, words: str)
     found = outcomes(case, axes=[axis])[axis]
     assert found.verdict == "none"
     assert words in found.told
+
+
+def test_lengths_mark_no_padding_on_the_left() -> None:
+    found = outcomes(OF_CORPUS["encoder_with_lengths"], axes=["padding-right", "padding-left"])
+    assert found["padding-right"].verdict == "equal"
+    assert found["padding-left"].verdict == "none"
+    assert found["padding-left"].told.endswith("holds lengths, which mark no padding on the left")
 
 
 def test_a_loss_that_is_a_mean_over_the_batch_has_the_gradients_of_its_micro_batches() -> None:

@@ -198,11 +198,11 @@ def _sections(found: Mapping[Trial, Said], settings: Settings) -> Iterator[str]:
                 [[axis, *(one.cells[axis] for one in columns.values())] for axis in axes], ["axis", *columns]
             )
     yield "## One layer and one batch"
-    yield f"16 rows of `te.Linear(64, 256)`, alone and among 512: {_compare_rows(settings)}."
+    yield f"32 rows of `te.Linear(64, 256)`, alone and among 512: {_compare_rows(settings)}."
 
 
 def _compare_rows(settings: Settings) -> str:
-    """Say how many of the 4,096 results of 16 rows differ if they are among 512."""
+    """Say how many of the 8,192 results of 32 rows differ if they are among 512."""
     kernels, counts = te.kernels(settings.backend), []
     torch.manual_seed(0)
     rows = torch.randn(512, 64, dtype=torch.bfloat16, device=kernels.device)
@@ -213,6 +213,6 @@ def _compare_rows(settings: Settings) -> str:
         with gpu_with(precision, kernels), torch.no_grad():
             layer = kernels.te.Linear(64, 256, params_dtype=torch.bfloat16, device=kernels.device)
             with precision.autocast(kernels):
-                alone, among = layer(rows[:16]), layer(rows)[:16]
+                alone, among = layer(rows[:32]), layer(rows)[:32]
         counts.append(f"{int((alone != among).sum())} of {alone.numel()} differ at `{name}`")
     return ", ".join(counts)
