@@ -49,6 +49,7 @@ from parity.user_error import UserError
 Verdict = Literal["none", "equal", "kernels", "recipe", "reference", "depends"]
 _ORDER: tuple[Verdict, ...] = ("none", "equal", "kernels", "recipe", "reference", "depends")  # the worst comes last
 _FP64 = 1e-9  # in FP64, sums in another order change a result by less than this share
+_SMALL = 1e-6  # a tensor whose norm is a smaller share of the largest one's is 0 but for rounding
 _GARBAGE = 30.0  # the size of what stands in padding; usual inputs have 1
 _MOST_PARTS = 4  # micro-batches
 # What TE's kernels, and the CPU's, say of shapes that they do not quantize or multiply.
@@ -500,6 +501,8 @@ class _Subject:
         """Yield what may explain changes, in words, with the changes that it explains."""
         rounding, alike = self._request.precision.rounding, [(FUSED, FUSED), (UNFUSED, UNFUSED)]
         stored = Rounding(rounding.storage) if rounding.quantizes else rounding
+        by_chance = _measure_changes(way.keep(self._run(self._base)), way.keep(self._own), golden)
+        yield "kernels", "two runs on the same inputs", by_chance
         yield "kernels", "sums in another order", self._model_changes(way, golden, stored, alike)
         explained = self._model_changes(way, golden, rounding, alike)
         if rounding.quantizes:
@@ -512,7 +515,6 @@ class _Subject:
         kernels = [FUSED, UNFUSED, replace(FUSED_POINTWISE, splits_of_k=2, jitter=0)]
         kernels += [*(replace(FUSED, kernels=(name,)) for name in names), *self._port_freedoms]
         by_kernels = self._model_changes(way, golden, rounding, [(FUSED, one) for one in kernels])
-        by_chance = _measure_changes(way.keep(self._run(self._base)), way.keep(self._own), golden)
         yield "kernels", "other kernels", {key: explained[key] + by_kernels[key] + by_chance[key] for key in golden}
 
     @cached_property
@@ -543,13 +545,14 @@ class _Subject:
 
 
 def _measure_changes(tensors: Tensors, own: Tensors, golden: Tensors) -> Changes:
-    """Return by how much tensors differ, in units of golden's norm, but of no gradient that is 0 but for rounding."""
+    """Return by how much tensors differ, in units of golden's norm, or of the largest norm if that is nearly 0."""
     sizes = {key: norm_of(x) for key, x in golden.items()}
-    least = max([*sizes.values(), TINY / _FP64]) * _FP64
+    largest = max(sizes.values(), default=0.0)
 
     def measure(key: Key) -> float:
         off = (tensors[key].double() - own[key].double()).nan_to_num(nan=math.inf)
-        return norm_of(off.masked_fill(tensors[key].isnan() & own[key].isnan(), 0.0)) / max(sizes[key], least)
+        size = sizes[key] if sizes[key] > _SMALL * largest else max(largest, TINY)
+        return norm_of(off.masked_fill(tensors[key].isnan() & own[key].isnan(), 0.0)) / size
 
     return {key: measure(key) for key in golden}
 
