@@ -257,7 +257,7 @@ class _Subject:
 
     def _pad(self, axis: str) -> _Way:
         """Return the way with padding, as much as there are tokens, that one of the inputs marks."""
-        tokens, reasons, garbage = self._positions, list[str](), axis == "padding-garbage"
+        tokens, excuses, garbage = self._positions, list[_Excused](), axis == "padding-garbage"
         own, others = range(tokens.count), range(tokens.count, 2 * tokens.count)
         side, order = ("left", [*others, *own]) if axis == "padding-left" else ("right", [*own, *others])
         padding = {name: self._make_padding(x, garbage) for name, x in self._inputs.items()}
@@ -268,10 +268,8 @@ class _Subject:
             try:
                 return self._rearrange(tokens, [order], told, {**padding, name: marks})
             except _Excused as error:
-                reasons.append(str(error))
-        if not reasons:
-            raise _Excused("none", "no argument of the inputs is a padding mask or holds lengths")
-        raise _Excused("reference", "; ".join(reasons))
+                excuses.append(error)
+        raise _join_excuses(excuses, "no argument of the inputs is a padding mask or holds lengths")
 
     def _make_padding(self, x: Tensor, garbage: bool) -> Tensor:
         if not x.is_floating_point():
@@ -309,7 +307,7 @@ class _Subject:
 
         In FP64, sequences behind as many others, or in reverse order, have the same results.
         """
-        tried, reasons = list[_Tokens](), list[str]()
+        tried, excuses = list[_Tokens](), list[_Excused]()
         if self._borders:
             ends = next(iter(self._borders.values()))
             sizes = {name: {int(ends[-1]), len(ends) - 1} & {*x.shape} for name, x in self._inputs.items()}
@@ -329,8 +327,9 @@ class _Subject:
                     self._rearrange(tokens, [range(count)[::-1]], "in reverse order")
                 return tokens
             except _Excused as error:
-                reasons.append(f"along dimension {next(iter(tokens.inputs.values()))} of the inputs, {error}")
-        raise _Excused("reference", "; ".join(reasons) or "no input is a tensor")
+                dim = next(iter(tokens.inputs.values()))
+                excuses.append(_Excused(error.verdict, f"along dimension {dim} of the inputs, {error}"))
+        raise _join_excuses(excuses, "no input is a tensor with dimensions")
 
     @cached_property
     def _positions(self) -> _Tokens:
@@ -542,6 +541,11 @@ class _Subject:
                 if place := describe_place(judge_stages(self._request, one)):
                     return f"; it departs from the reference {place}"
         return ""
+
+
+def _join_excuses(excuses: Sequence[_Excused], otherwise: str) -> _Excused:
+    verdict: Verdict = max((one.verdict for one in excuses), key=_ORDER.index, default="none")
+    return _Excused(verdict, "; ".join(map(str, excuses)) or otherwise)
 
 
 def _measure_changes(tensors: Tensors, own: Tensors, golden: Tensors) -> Changes:

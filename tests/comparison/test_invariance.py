@@ -29,7 +29,7 @@ WIDTH = 64
 
 def request_of(case: Case, precision: str = "bf16") -> Request:
     kernels = te.kernels("cpu")
-    (checked,) = check_case(case, kernels.te)
+    checked, *_ = check_case(case, kernels.te)
     return Request(case, checked, PRECISIONS[precision], 0, kernels, packaged())
 
 
@@ -192,8 +192,8 @@ def test_an_axis_that_does_not_apply_says_what_is_missing(axis: str, words: str)
 
 def test_lengths_mark_no_padding_on_the_left() -> None:
     found = outcomes(OF_CORPUS["encoder_with_lengths"], axes=["padding-right", "padding-left"])
-    assert found["padding-right"].verdict == "equal"
-    assert found["padding-left"].verdict == "none"
+    assert {one.verdict for one in found.values()} == {"none"}  # the reference knows 32 positions and no more
+    assert "the reference cannot compute it" in found["padding-right"].told
     assert found["padding-left"].told.endswith("holds lengths, which mark no padding on the left")
 
 
