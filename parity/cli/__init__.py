@@ -94,6 +94,7 @@ def run(
     keep_runs: Annotated[str | None, typer.Option(help="How many earlier runs are kept [20].")] = None,
     ci: Annotated[str | None, typer.Option(help="junit, summary, annotations; all or none [all].")] = None,
     strict: Annotated[bool | None, typer.Option(help="Skips, and comparisons that prove nothing, fail.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, all else to stderr.")] = False,
 ) -> None:
     """Compare pairs and write a report. The exit code is 1 if one fails, or has regressed since a baseline."""
     from parity.cli import suite
@@ -119,7 +120,10 @@ def run(
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     arguments += [] if strict is None else [f"--parity-strict={'yes' if strict else 'no'}"]
     is_own = context.obj == OWN_PROCESS
-    raise typer.Exit(suite.run_in_this_process(files, arguments, workers) if is_own else suite.run(files, arguments))
+    with suite.verdicts_on_stdout(json) as further:
+        arguments += further
+        code = suite.run_in_this_process(files, arguments, workers) if is_own else suite.run(files, arguments)
+    raise typer.Exit(code)
 
 
 @add_command(
@@ -416,6 +420,7 @@ def report(
     file: Annotated[str, typer.Argument(help="The JSON lines that a run wrote, an earlier run's number, a baseline.")],
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,
     against: Annotated[str | None, typer.Option(help="An older run or a baseline: draw what changed since.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON instead.")] = False,
 ) -> None:
     """Draw the report of a run again, or what changed.
 
@@ -425,6 +430,10 @@ def report(
     from parity.report.earlier import find
 
     found = find(file, Path(), "FILE")
+    if json:
+        if against is not None or output is not None:
+            raise UserError("--json prints the verdicts of one run; leave out -o and --against")
+        raise typer.Exit(0 if reports.print_verdicts(found) else 1)
     older = None if against is None else find(against, Path(), "--against")
     passed = reports.draw(found, output) if older is None else reports.compare(found, older, output)
     raise typer.Exit(0 if passed else 1)
