@@ -190,6 +190,36 @@ def coverage(
 
 @add_command(
     app,
+    "parity card my_pairs.py::llama -p bf16,fp8_current",
+    "parity card llama.card.yaml --check",
+)
+def card(
+    target: Annotated[str, typer.Argument(help="FILE::PAIR, FILE if it declares one, or a card to check.")],
+    precision: Precisions = None,
+    seeds: Annotated[str, typer.Option(help="3 means seeds 0 to 2; 0,3,7 lists them.")] = "3",
+    output: Annotated[Path | None, typer.Option("-o", "--out", help="The card [PAIR.card.yaml].")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare again what a card says: what has changed?")] = False,
+    coverage: Annotated[bool, typer.Option(help="Tell which known mistakes would have passed.")] = True,
+    backend: BackendName = "auto",
+) -> None:
+    """Write down what comparisons of a pair prove, as YAML and as a page, to be committed beside the model.
+
+    The exit code is 1 if something fails or, with --check, if something is worse than the card says.
+    """
+    from parity.cli import cards
+    from parity.plugin.options import parse_precisions, parse_seeds
+    from parity.settings import PRECISION_NAMES
+
+    if check:
+        if precision or output:
+            raise UserError("--check compares what the card says; leave out -p and -o")
+        raise typer.Exit(0 if cards.check(Path(target), backend) else 1)
+    chosen = parse_precisions(",".join(precision or ()), "-p") or PRECISION_NAMES
+    raise typer.Exit(0 if cards.write(target, chosen, parse_seeds(seeds, "--seeds"), backend, output, coverage) else 1)
+
+
+@add_command(
+    app,
     "parity recipes my_pairs.py::llama",
     "parity recipes my_pairs.py::llama -p fp8_current,my_recipes.py::mine --report reports/recipes",
     name="recipes",
