@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -467,6 +468,16 @@ def report(
     older = None if against is None else find(against, Path(), "--against")
     passed = reports.draw(found, output) if older is None else reports.compare(found, older, output)
     raise typer.Exit(0 if passed else 1)
+
+
+@add_command(
+    app,
+    "parity guide",
+    "parity guide > SKILL.md",
+)
+def guide() -> None:
+    """Print how to port to TransformerEngine with te-parity: one page for newcomers, and a skill for coding agents."""
+    print((resources.files("parity") / "SKILL.md").read_text(encoding="utf-8"), end="")
 
 
 @add_command(

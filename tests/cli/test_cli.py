@@ -392,6 +392,11 @@ def test_a_full_disk_behind_the_output_ends_in_a_sentence_and_code_2() -> None:
     assert (done.returncode, done.stderr) == (2, "parity: No space left on device: the output ends here\n")
 
 
+def test_guide_prints_the_skill_that_is_installed(command: Command) -> None:
+    done = command("guide")
+    assert (done.returncode, done.stdout) == (0, (Path(cli.__file__).parents[1] / "SKILL.md").read_text())
+
+
 def test_list_shows_cases_without_te(tmp_path: Path) -> None:
     write(
         tmp_path,
