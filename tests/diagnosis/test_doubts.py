@@ -64,6 +64,19 @@ def test_a_finding_says_what_speaks_against_it(explained, doubts):
 
 
 @pytest.mark.parametrize(
+    ("changed", "after", "is_sure"),
+    [({}, 0.003, True), ({}, 0.098, False), ({"subtle": True}, 0.098, True), ({"value": 1e-6}, 0.098, True)],
+)
+def test_a_large_mistake_that_changes_hardly_anything_is_doubted(changed, after, is_sure):
+    one = replace(explanation("post-norm").hypotheses[0], **changed)
+    golden = {("output", "output"): torch.zeros(4, 64)}
+    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden)
+    (told,) = _told([replace(explanation("post-norm"), hypotheses=(one,), before=0.1, after=after)], failure)
+    assert told.sure == is_sure
+    assert ("other mistakes may look the same" in told.message) != is_sure
+
+
+@pytest.mark.parametrize(
     ("changed", "is_told"),
     [
         ({"read": lambda weights: weights, "code": Code(('"a": "b"',), ('"a": "c"',))}, True),
