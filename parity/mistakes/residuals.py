@@ -97,7 +97,8 @@ def residual_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         yield Hypothesis(
             "post-norm",
             "first norm after the last sum",
-            "put the layer's first norm in front of attention (te.TransformerLayer: output_layernorm=False); it comes after the last sum",
+            "put the layer's first norm in front of attention (te.TransformerLayer: output_layernorm=False); it comes "
+            "after the last sum",
             moved,
         )
     last = found[-1] if found else None
