@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,8 +50,11 @@ def measured(record: Path = RECORD) -> dict[Key, float]:
 
 
 def tables(errors: dict[Key, float]) -> str:
-    """Return a section for each module, with a row for each size."""
-    return "\n".join("\n".join(_section(errors, name)) for name in MODULES)
+    """Return a table of each kind of tensor for one module, and one of outputs for several modules in a row."""
+    kinds = {kind: [(name, BASE) for name in MODULES] for kind in ("output", "input gradient", "weight gradient")}
+    drawn = [_table(f"{kind.capitalize()} of one module", errors, kind, rows) for kind, rows in kinds.items()]
+    deeper = [(name, size) for name in MODULES for size in DEEPER]
+    return "\n".join([*drawn, _table("Output of several modules in a row", errors, "output", deeper)])
 
 
 def page(text: str, drawn: str) -> str:
@@ -62,17 +64,15 @@ def page(text: str, drawn: str) -> str:
     return f"{before}{BEGIN}\n\n{drawn}\n{END}{after}"
 
 
-def _section(errors: dict[Key, float], name: str) -> Iterator[str]:
-    yield f"### {MODULES[name]}\n"
-    yield f"| tensor | hidden | tokens | modules | {' | '.join(PRECISIONS)} |"
-    yield f"| --- | --- | --- | --- |{' --- |' * len(PRECISIONS)}"
-    kinds = ("output", "input gradient", "weight gradient")
-    for kind, size in [(kind, BASE) for kind in kinds] + [("output", size) for size in DEEPER]:
+def _table(title: str, errors: dict[Key, float], kind: str, rows: list[tuple[str, Size]]) -> str:
+    """Return the table of these modules at these sizes, without those that were not measured."""
+    lines = [f"### {title}\n", f"| module | {' | '.join(PRECISIONS)} |", f"| --- |{' --- |' * len(PRECISIONS)}"]
+    for name, size in rows:
         row = [errors.get((name, size, precision, kind), math.nan) for precision in PRECISIONS]
         if not all(map(math.isnan, row)):
-            hidden, tokens, modules = size
-            yield f"| {kind} | {hidden} | {tokens} | {modules} | {' | '.join(map(_short, row))} |"
-    yield ""
+            count = f"{size[2]} × " if size[2] > 1 else ""
+            lines.append(f"| {count}{MODULES[name]} | {' | '.join(map(_short, row))} |")
+    return "\n".join(lines) + "\n"
 
 
 def _short(error: float) -> str:
