@@ -28,7 +28,8 @@ MODULES = {
     "transformer_layer_gpt": "TransformerLayer as in GPT",
     "transformer_layer_llama": "TransformerLayer as in Llama",
 }
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+# Precisions with about the same errors share a column, which has the larger one.
+COLUMNS = (("fp32",), ("bf16",), ("fp16",), ("fp8_delayed", "fp8_current"), ("fp8_block", "mxfp8"), ("nvfp4",))
 BASE = (256, 128, 1)
 DEEPER = ((256, 128, 4), (256, 128, 16))  # width and length hardly matter; the record has these sizes as well
 
@@ -66,9 +67,10 @@ def page(text: str, drawn: str) -> str:
 
 def _table(title: str, errors: dict[Key, float], kind: str, rows: list[tuple[str, Size]]) -> str:
     """Return the table of these modules at these sizes, without those that were not measured."""
-    lines = [f"### {title}\n", f"| module | {' | '.join(PRECISIONS)} |", f"| --- |{' --- |' * len(PRECISIONS)}"]
+    heads = " | ".join(map(", ".join, COLUMNS))
+    lines = [f"### {title}\n", f"| module | {heads} |", f"| --- |{' --- |' * len(COLUMNS)}"]
     for name, size in rows:
-        row = [errors.get((name, size, precision, kind), math.nan) for precision in PRECISIONS]
+        row = [max(errors.get((name, size, each, kind), math.nan) for each in column) for column in COLUMNS]
         if not all(map(math.isnan, row)):
             count = f"{size[2]} × " if size[2] > 1 else ""
             lines.append(f"| {count}{MODULES[name]} | {' | '.join(map(_short, row))} |")
