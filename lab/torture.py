@@ -319,7 +319,7 @@ def foreign(page: str) -> Iterator[str]:
     json.loads(parsed.data, parse_constant=float.fromhex)  # raises for JavaScript's NaN and Infinity
 
 
-# Every place where parity reads a file. docs/reliability.md has the same table, and a test compares the two.
+# Every place where parity reads a file.
 
 
 @dataclass(frozen=True)

@@ -600,7 +600,7 @@ def _decide_result(comparison: Comparison) -> Result:
     detached = request.case.part_of is not None and candidate.detached_outputs == request.case.outputs
     if all(tensor.passed or (detached and tensor.of) for tensor in tensors):
         if proves_nothing(tensors):
-            reason = f"a faithful {request.precision.name} computation {LOSES_ALL}"
+            reason = f"a correct {request.precision.name} computation {LOSES_ALL}"
             return request.result("error", reason=reason, notes=notes)
         if comparison.unlike:
             return request.result("error", reason=comparison.unlike, notes=notes)

@@ -565,8 +565,8 @@ def _plot_distribution(histogram: Histogram) -> Plot:
     return Plot(
         "histogram",
         "how large the elements' errors are",
-        f"{_format_share(beyond, total)} of the elements have errors of more than 10 times the expected RMS error. "
-        f"{none} have no error at all; {of_model} are expected to have none.",
+        f"{_format_share(beyond, total)} of the elements are off by more than 10 times the expected error (root mean "
+        f"square). {none} are exact, where {of_model} are expected to be.",
         {
             "at": [edge + histogram.width / 2 for edge in edges[kept]],
             "width": histogram.width,

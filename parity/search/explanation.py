@@ -725,4 +725,4 @@ def _together(one: Hypothesis, explanation: Explanation) -> str:
         for other in explanation.hypotheses
         if other is not one
     ]
-    return f"together with {' and '.join(others)}, " if others else ""
+    return f"with {' and '.join(others)} repaired as well, " if others else ""

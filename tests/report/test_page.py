@@ -205,8 +205,8 @@ def test_heads_part_the_rows_or_columns_of_attentions_weights(name: str, axis: i
 def test_a_distribution_says_how_many_elements_are_far_beyond_the_expected_error() -> None:
     (found,) = plot_of("histogram", pictured())
     assert found.words == (
-        "19 % of the elements have errors of more than 10 times the expected RMS error. "
-        "3.1 % have no error at all; 3.1 % are expected to have none."
+        "19 % of the elements are off by more than 10 times the expected error (root mean square). "
+        "3.1 % are exact, where 3.1 % are expected to be."
     )
     assert found.numbers["at"] == [-0.5, 0.5, 1.5]
     assert sum(found.numbers["error"]) == pytest.approx(124 / 128)
