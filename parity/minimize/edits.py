@@ -117,8 +117,16 @@ def with_less(source: Source, _: Trials) -> Iterator[str]:
             yield source.without([node])
 
 
-def with_smaller_numbers(source: Source, trials: Trials) -> Iterator[str]:
-    """Yield texts with fewer elements in constants, and with smaller numbers: one, two that go together, all."""
+def with_smaller_size(source: Source, trials: Trials) -> Iterator[str]:
+    """Yield texts with smaller numbers in the pair's declaration: all large ones, then each."""
+    declaration = source.declaration(trials.item.case.name)
+    numbers = list(source.numbers(declaration)) if declaration else []
+    yield _halved(source, [one for one in numbers if one[0] >= _LARGE])
+    yield from _reduced(source, [[one] for one in numbers])
+
+
+def with_smaller_numbers(source: Source, _: Trials) -> Iterator[str]:
+    """Yield texts with fewer elements in constants, and with smaller numbers: all large ones, each, two at once."""
     body = source.tree.body
     constants = [node.value for node in body if isinstance(node, (ast.Assign, ast.AnnAssign)) if node.value]
     lists = [x for node in constants for x in ast.walk(node) if isinstance(x, (ast.Tuple, ast.List))]
@@ -129,22 +137,26 @@ def with_smaller_numbers(source: Source, trials: Trials) -> Iterator[str]:
                 yield source.replaced({source.span(x): _without_element(source, x, index) for x in some})
     every = list(source.numbers(source.tree))
     yield _halved(source, [one for one in every if one[0] >= _LARGE])
-    places: list[ast.AST] = [*constants, *filter(None, [source.declaration(trials.item.case.name)])]
-    places += [node.args for node in body if isinstance(node, ast.FunctionDef) if node.decorator_list]
-    places += [
-        node
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call) and hasattr(Rng, getattr(node.func, "attr", ""))
-    ]
+    places: list[ast.AST] = [*constants]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef) and node in body and node.decorator_list:
+            places += [*node.decorator_list, node.args]
+        if isinstance(node, ast.Call) and hasattr(Rng, getattr(node.func, "attr", "")):
+            places.append(node)
     knobs = [[one] for node in places for one in source.numbers(node)]
     knobs += [some for value, some in grouped(every, lambda one: one[0]).items() if value >= _LEAST_SHARED]
+    yield from _reduced(source, knobs)
+    for first, second in combinations(knobs, 2):
+        yield _halved(source, [*first, *second])
+
+
+def _reduced(source: Source, knobs: Sequence[Sequence[_Number]]) -> Iterator[str]:
+    """Yield texts with a smaller number in place of equal ones: 1, a half, a power of two, then ever nearer ones."""
     for knob in knobs:
         value = knob[0][0]
         nearer = [value - (value >> shift) for shift in range(2, value.bit_length())]
         for new in dict.fromkeys([1, value // 2, 1 << (value - 1).bit_length() - 1, *nearer]):
             yield source.replaced({span: str(new) for _, span in knob})
-    for first, second in combinations(knobs, 2):
-        yield _halved(source, [*first, *second])
 
 
 def _halved(source: Source, numbers: Sequence[_Number]) -> str:

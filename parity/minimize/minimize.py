@@ -16,7 +16,7 @@ from pathlib import Path
 
 from parity.case.case import Case, mixed
 from parity.case.items import items_of
-from parity.minimize.edits import Source, declared_with, inlined, with_less, with_smaller_numbers
+from parity.minimize.edits import Source, declared_with, inlined, with_less, with_smaller_numbers, with_smaller_size
 from parity.minimize.parts import with_a_part
 from parity.minimize.trials import Trials, is_same
 from parity.passes.modes import usual_modes
@@ -88,7 +88,7 @@ def minimize(
 def _find_failure(some: Iterable[Trials]) -> Trials:
     results: list[Result] = []
     for trials in some:
-        trials.was = trials.compare(trials.item.case, diagnose=True)
+        trials.was = trials.now = trials.compare(trials.item.case, diagnose=True)
         if trials.was.status in ("failed", "error"):
             return trials
         results.append(trials.was)
@@ -101,7 +101,7 @@ def _shrink(trials: Trials, text: str) -> Iterator[str]:
     while before != text:
         before = text
         yield text
-        for propose in (with_less, with_smaller_numbers, _take_part):
+        for propose in (with_smaller_size, with_less, with_smaller_numbers, _take_part):
             proposals, number = list(propose(Source(text), trials)), 0
             while number < len(proposals):
                 if trials.fails(proposals[number]):
