@@ -149,6 +149,7 @@ def shrink(path: Path, item: str = "wrong", precision: str = "bf16") -> str:
         ("layers > 2", "bf16", "layers=3, width=1, rows=1"),
         ("x.shape[0] > 17.0", "bf16", "layers=1, width=1, rows=18"),
         ("True", "fp8_current", "layers=1, width=16, rows=16"),
+        ("width > 8.0 else 2.0 if True", "bf16", "layers=1, width=9, rows=1"),  # below that, it fails for another cause
     ],
 )
 @pytest.mark.usefixtures("unchecked")
