@@ -221,6 +221,31 @@ def card(
 
 @add_command(
     app,
+    "parity minimize my_pairs.py::llama -p fp8_current -o smaller.py",
+    'parity minimize "my_pairs.py::llama[bf16-2x1024x512]"',
+    name="minimize",
+)
+def minimize(
+    target: Target,
+    precision: OnePrecision = "bf16",
+    size: Annotated[str, typer.Option(help="Arguments of the pair: layers=3; or a size's number [all in turn].")] = "",
+    seed: Seed = 0,
+    backend: BackendName = "auto",
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The file to write [standard output].")] = None,
+) -> None:
+    """Find the smallest case that fails as a pair does, and print it as one file to paste into an issue.
+
+    Interrupted, it prints the smallest case so far. The exit code is 1 if that does not fail in a new process, too.
+    """
+    from parity.cli import smallest
+    from parity.plugin.options import parse_precision
+
+    fails = smallest.print_smallest(target, size, seed, parse_precision(precision), backend, out)
+    raise typer.Exit(0 if fails else 1)
+
+
+@add_command(
+    app,
     "parity recipes my_pairs.py::llama",
     "parity recipes my_pairs.py::llama -p fp8_current,my_recipes.py::mine --report reports/recipes",
     name="recipes",
