@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,8 +28,10 @@ MODULES = {
     "transformer_layer_gpt": "TransformerLayer as in GPT",
     "transformer_layer_llama": "TransformerLayer as in Llama",
 }
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+# Precisions with about the same errors share a column, which has the larger one.
+COLUMNS = (("fp32",), ("bf16",), ("fp16",), ("fp8_delayed", "fp8_current"), ("fp8_block", "mxfp8"), ("nvfp4",))
 BASE = (256, 128, 1)
+DEEPER = ((256, 128, 4), (256, 128, 16))  # width and length hardly matter; the record has these sizes as well
 
 Size = tuple[int, int, int]
 Key = tuple[str, Size, str, str]
@@ -50,8 +51,11 @@ def measured(record: Path = RECORD) -> dict[Key, float]:
 
 
 def tables(errors: dict[Key, float]) -> str:
-    """Return a section for each module, with a row for each size."""
-    return "\n".join("\n".join(_section(errors, name)) for name in MODULES)
+    """Return a table of each kind of tensor for one module, and one of outputs for several modules in a row."""
+    kinds = {kind: [(name, BASE) for name in MODULES] for kind in ("output", "input gradient", "weight gradient")}
+    drawn = [_table(f"{kind.capitalize()} of one module", errors, kind, rows) for kind, rows in kinds.items()]
+    deeper = [(name, size) for name in MODULES for size in DEEPER]
+    return "\n".join([*drawn, _table("Output of several modules in a row", errors, "output", deeper)])
 
 
 def page(text: str, drawn: str) -> str:
@@ -61,18 +65,16 @@ def page(text: str, drawn: str) -> str:
     return f"{before}{BEGIN}\n\n{drawn}\n{END}{after}"
 
 
-def _section(errors: dict[Key, float], name: str) -> Iterator[str]:
-    yield f"### {MODULES[name]}\n"
-    yield f"| tensor | hidden | tokens | modules | {' | '.join(PRECISIONS)} |"
-    yield f"| --- | --- | --- | --- |{' --- |' * len(PRECISIONS)}"
-    kinds = ("output", "input gradient", "weight gradient")
-    sizes = sorted({size for module, size, *_ in errors if module == name}, key=lambda size: (size[2], size))
-    for kind, size in [(kind, BASE) for kind in kinds] + [("output", size) for size in sizes if size != BASE]:
-        row = [errors.get((name, size, precision, kind), math.nan) for precision in PRECISIONS]
+def _table(title: str, errors: dict[Key, float], kind: str, rows: list[tuple[str, Size]]) -> str:
+    """Return the table of these modules at these sizes, without those that were not measured."""
+    heads = " | ".join(map(", ".join, COLUMNS))
+    lines = [f"### {title}\n", f"| module | {heads} |", f"| --- |{' --- |' * len(COLUMNS)}"]
+    for name, size in rows:
+        row = [max(errors.get((name, size, each, kind), math.nan) for each in column) for column in COLUMNS]
         if not all(map(math.isnan, row)):
-            hidden, tokens, modules = size
-            yield f"| {kind} | {hidden} | {tokens} | {modules} | {' | '.join(map(_short, row))} |"
-    yield ""
+            count = f"{size[2]} × " if size[2] > 1 else ""
+            lines.append(f"| {count}{MODULES[name]} | {' | '.join(map(_short, row))} |")
+    return "\n".join(lines) + "\n"
 
 
 def _short(error: float) -> str:

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -94,6 +95,7 @@ def run(
     keep_runs: Annotated[str | None, typer.Option(help="How many earlier runs are kept [20].")] = None,
     ci: Annotated[str | None, typer.Option(help="junit, summary, annotations; all or none [all].")] = None,
     strict: Annotated[bool | None, typer.Option(help="Skips, and comparisons that prove nothing, fail.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, all else to stderr.")] = False,
 ) -> None:
     """Compare pairs and write a report. The exit code is 1 if one fails, or has regressed since a baseline."""
     from parity.cli import suite
@@ -119,7 +121,10 @@ def run(
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     arguments += [] if strict is None else [f"--parity-strict={'yes' if strict else 'no'}"]
     is_own = context.obj == OWN_PROCESS
-    raise typer.Exit(suite.run_in_this_process(files, arguments, workers) if is_own else suite.run(files, arguments))
+    with suite.verdicts_on_stdout(json) as further:
+        arguments += further
+        code = suite.run_in_this_process(files, arguments, workers) if is_own else suite.run(files, arguments)
+    raise typer.Exit(code)
 
 
 @add_command(
@@ -205,6 +210,61 @@ def invariance(
 
     chosen = parse_precisions(",".join(precision or ()))
     raise typer.Exit(0 if axes.print_axes(target, size, seed, chosen, backend) else 1)
+
+
+@add_command(
+    app,
+    "parity card my_pairs.py::llama -p bf16,fp8_current",
+    "parity card llama.card.yaml --check",
+)
+def card(
+    target: Annotated[str, typer.Argument(help="FILE::PAIR, FILE if it declares one, or a card to check.")],
+    precision: Precisions = None,
+    seeds: Annotated[str, typer.Option(help="3 means seeds 0 to 2; 0,3,7 lists them.")] = "3",
+    output: Annotated[Path | None, typer.Option("-o", "--out", help="The card [PAIR.card.yaml].")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare again what a card says: what has changed?")] = False,
+    coverage: Annotated[bool, typer.Option(help="Tell which known mistakes would have passed.")] = True,
+    backend: BackendName = "auto",
+) -> None:
+    """Write down what comparisons of a pair prove, as YAML and as a page, to be committed beside the model.
+
+    The exit code is 1 if something fails or, with --check, if something is worse than the card says.
+    """
+    from parity.cli import cards
+    from parity.plugin.options import parse_precisions, parse_seeds
+    from parity.settings import PRECISION_NAMES
+
+    if check:
+        if precision or output:
+            raise UserError("--check compares what the card says; leave out -p and -o")
+        raise typer.Exit(0 if cards.check(Path(target), backend) else 1)
+    chosen = parse_precisions(",".join(precision or ()), "-p") or PRECISION_NAMES
+    raise typer.Exit(0 if cards.write(target, chosen, parse_seeds(seeds, "--seeds"), backend, output, coverage) else 1)
+
+
+@add_command(
+    app,
+    "parity minimize my_pairs.py::llama -p fp8_current -o smaller.py",
+    'parity minimize "my_pairs.py::llama[bf16-2x1024x512]"',
+    name="minimize",
+)
+def minimize(
+    target: Target,
+    precision: OnePrecision = "bf16",
+    size: Annotated[str, typer.Option(help="Arguments of the pair: layers=3; or a size's number [all in turn].")] = "",
+    seed: Seed = 0,
+    backend: BackendName = "auto",
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The file to write [standard output].")] = None,
+) -> None:
+    """Find the smallest case that fails as a pair does, and print it as one file to paste into an issue.
+
+    Interrupted, it prints the smallest case so far. The exit code is 1 if that does not fail in a new process, too.
+    """
+    from parity.cli import smallest
+    from parity.plugin.options import parse_precision
+
+    fails = smallest.print_smallest(target, size, seed, parse_precision(precision), backend, out)
+    raise typer.Exit(0 if fails else 1)
 
 
 @add_command(
@@ -439,6 +499,7 @@ def report(
     file: Annotated[str, typer.Argument(help="The JSON lines that a run wrote, an earlier run's number, a baseline.")],
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,
     against: Annotated[str | None, typer.Option(help="An older run or a baseline: draw what changed since.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON instead.")] = False,
 ) -> None:
     """Draw the report of a run again, or what changed.
 
@@ -448,9 +509,23 @@ def report(
     from parity.report.earlier import find
 
     found = find(file, Path(), "FILE")
+    if json:
+        if against is not None or output is not None:
+            raise UserError("--json prints the verdicts of one run; leave out -o and --against")
+        raise typer.Exit(0 if reports.print_verdicts(found) else 1)
     older = None if against is None else find(against, Path(), "--against")
     passed = reports.draw(found, output) if older is None else reports.compare(found, older, output)
     raise typer.Exit(0 if passed else 1)
+
+
+@add_command(
+    app,
+    "parity guide",
+    "parity guide > SKILL.md",
+)
+def guide() -> None:
+    """Print how to port to TransformerEngine with te-parity: one page for newcomers, and a skill for coding agents."""
+    print((resources.files("parity") / "SKILL.md").read_text(encoding="utf-8"), end="")
 
 
 @add_command(

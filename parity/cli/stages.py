@@ -84,6 +84,8 @@ def _list_lines(stages: Stages, gradients: bool) -> Iterator[str]:
     rows = [_make_row(judged, one) for judged, one in both if gradients or not one.backward or one.is_off]
     yield from tabulate(rows, _HEADERS, tablefmt="plain", disable_numparse=True).splitlines()
     yield ""
+    yield "error: of the value at the stage's end; added, expected: by the stage alone; along it: what is added along"
+    yield "the value, in standard deviations of rounding; far from 0, one factor is off, such as an eps or a scale"
     for backward, name in ((False, "forward"), (True, "backward")):
         some = [one for one in stages.all if one.stage.backward == backward]
         off = sum(map(is_flagged, some))

@@ -54,7 +54,7 @@ from parity.trace.trace import optimizers_recorded
 # wherever rounding explains its choice.
 
 
-BY_CHANCE = "no farther off than right ports are now and then, as roundings drawn at random show"
+BY_CHANCE = "roundings drawn at random put a right port as far off now and then"
 LOOKS = 8  # runs with jitter
 # Runs whose roundings are drawn. Half of them run as each kind of kernel.
 DRAWS = 16
@@ -222,7 +222,7 @@ def remark(first: Sequence[TensorResult], second: Sequence[TensorResult], why: s
     if not owed:
         return ""
     labels = ", ".join(f"{tensor.label} ({_describe_worst_check(tensor)})" for tensor in owed)
-    return f"over a limit at first look, but {why}: {labels}"
+    return f"exceeded a limit at first look and passed the second, because {why}: {labels}"
 
 
 def _describe_worst_check(tensor: TensorResult) -> str:

@@ -97,13 +97,14 @@ def residual_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         yield Hypothesis(
             "post-norm",
             "first norm after the last sum",
-            "put the layer's first norm in front of attention: output_layernorm=False; it comes after the last sum",
+            "put the layer's first norm in front of attention (te.TransformerLayer: output_layernorm=False); it comes "
+            "after the last sum",
             moved,
         )
     last = found[-1] if found else None
     if last is not None and last.norm is not None:
         norm = replace(last.norm, gain=None, bias=None)
-        repair = "leave out the norm after the last sum: output_layernorm=False"
+        repair = "leave out the norm after the last sum (te.TransformerLayer: output_layernorm=False)"
         yield Hypothesis("post-norm", "norm after the last sum", repair, (edit(last.call, (), norm.compute),))
 
 

@@ -226,7 +226,7 @@ def as_kernels_lean(rounding: Rounding) -> str:
     names = [name for name in biased_kernels(rounding) if name not in (RECAST_UP, RECAST_DOWN)]
     if len(names) < len(biased_kernels(rounding)):
         names.append("scales of two histories, by which gradients of queries, keys and values are cast,")
-    return f"in the direction in which kernels with {' or '.join(names)} change it"
+    return f"its error lies in the direction in which kernels with {' or '.join(names)} change it"
 
 
 def noisy_sums(rounding: Rounding) -> tuple[str, ...]:

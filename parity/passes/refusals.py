@@ -288,7 +288,7 @@ def remarks(
     compared = {tensor.key for tensor in tensors}
     too_large = [name for kind, name in candidate if kind == PROBED and (kind, name) not in compared]
     if too_large:
-        overflows = f"where a faithful {_name_dtype(dtype)} computation overflows"
+        overflows = f"where a correct {_name_dtype(dtype)} computation overflows"
         yield f"not compared on probing inputs, {overflows}: {', '.join(too_large)}"
     frozen = [name for name, parameter in reference.named_parameters() if not parameter.requires_grad]
     if frozen:

@@ -6,7 +6,6 @@ a case.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
@@ -37,8 +36,6 @@ from parity.user_error import UserError
 
 if TYPE_CHECKING:
     from parity.case.case import Case
-    from parity.ranks.layout import Degrees
-    from parity.result import Switch
     from parity.te import Kernels
 
 
@@ -390,14 +387,12 @@ def _make_nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collecto
 
 
 def _make_items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
-    """Yield items by size, precision and attention backend, so that those that share a golden value follow each other.
+    """Yield the items of a case that the run asks for.
 
     Raises:
         UserError: if the two sides of the case do not fit together at one of its sizes.
     """
-    from parity.case.case import SWITCHES_OVER_RANKS
-    from parity.case.validate import attention_of, check_case
-    from parity.result import item_name, label_of_way
+    from parity.case.items import items_of
     from parity.settings import PRECISION_NAMES
     from parity.te import precision_named
 
@@ -406,32 +401,21 @@ def _make_items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     asked = options.precisions or (*PRECISION_NAMES, *declared)
     chosen = [precision_named(name) for name in asked if case.runs_at(name)]
     kernels = _load_kernels(module.config)
-    trained = case.steps if options.steps is None else options.steps
-    alone: list[tuple[int, Switch]] = [(0, "")]
-    alone += [(trained, switch) for switch in ("", *case.switches)] if trained else []
-    over_ranks = [(steps, switch) for steps, switch in alone if switch in ("", *SWITCHES_OVER_RANKS)]
-    ways: list[tuple[int, Switch, Degrees | None]] = [(*way, None) for way in alone]
-    ways += [(*way, ranks) for ranks in case.ranks for way in over_ranks]
-    for checked in check_case(case, kernels.te) if chosen else ():
-        forced = attention_of(case, checked, options.attention)
-        for precision in chosen:
-            for attention, (steps, switch, ranks) in itertools.product(forced, ways):
-                label = label_of_way(checked.label, steps, switch, ranks.label if ranks else "")
-                name = item_name(case.name, precision.name, label, attention or "")
-                yield ParityItem.from_parent(
-                    module,
-                    name=name,
-                    nodeid=f"{module.nodeid}::{name}",  # pytest 9.2 finds items of --lf only by ids that it parsed
-                    case=case,
-                    checked=checked,
-                    precision=precision,
-                    attention=attention,
-                    steps=steps,
-                    switch=switch,
-                    ranks=ranks,
-                    kernels=kernels,
-                    options=options,
-                )
+    for item in items_of(case, kernels.te, chosen, options.attention, options.steps):
+        yield ParityItem.from_parent(
+            module,
+            name=item.name,
+            nodeid=f"{module.nodeid}::{item.name}",  # pytest 9.2 finds items of --lf only by ids that it parsed
+            case=case,
+            checked=item.checked,
+            precision=item.precision,
+            attention=item.attention,
+            steps=item.steps,
+            switch=item.switch,
+            ranks=item.ranks,
+            kernels=kernels,
+            options=options,
+        )
 
 
 def _load_kernels(config: pytest.Config) -> Kernels:

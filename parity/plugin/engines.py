@@ -21,7 +21,14 @@ _OWN = (metadata.EntryPoint("ray", "parity.plugin.ray_engine:RayEngine", ENTRY_P
 
 
 class Engine(Protocol):
-    """What an entry point of the group names, such as ``RayEngine``; docs/machines.md says what its plugin must do."""
+    """What an entry point of the group names, such as ``RayEngine``.
+
+    The plugin that it returns takes the place of pytest's own collection and loop by two hooks, both with
+    ``tryfirst=True`` and both returning True. ``pytest_collection(session)`` finds the items that are not finished, and
+    sets ``session.testscollected`` to their number. ``pytest_runtestloop(session)`` has them compared by
+    ``parity.plugin.part``, passes each report to ``session.config.hook.pytest_runtest_logreport``, and ends if
+    ``session.shouldfail`` or ``session.shouldstop`` is set. The recorder takes results from these reports.
+    """
 
     def __call__(self, config: pytest.Config, options: Options, most: int | None, finished: Collection[str]) -> object:
         """Return a pytest plugin that collects the run's items and compares them.

@@ -1,7 +1,18 @@
 """Run pytest in a process on a cluster's node, on behalf of a run elsewhere: to plan the items, or to compare a part.
 
-The process reads its task as a line of JSON from standard input, and writes its messages as lines of JSON to standard
-output; ``ray_task`` is at the other end of both. Everything else that is printed goes to standard error.
+Start it with ``python -c "import sys; from parity.plugin import part; sys.exit(part.main())"`` in the run's folder;
+``ray_task`` does. It reads its task as a line of JSON from standard input, ``{"arguments": [...], "node_ids": [...]}``:
+pytest's arguments, with ``--parity-engine=local --parity-resume=no`` at their end, and the items, or null to be told
+which there are. It writes its messages as lines of JSON to standard output:
+
+- ``{"planned": [[node id, id in the record, processes, line], ...]}``: the items; ``line`` is the record's for an item
+  that is given up. Then ``{"environment": line}``, the first line of the record.
+- ``{"uncollected": report}``: a file could not be collected; the report goes to ``pytest_collectreport``.
+- ``{"begun": node id}``: an item begins, so if the process is lost, it may be the cause.
+- ``{"ended": node id, "reports": [...]}``: an item has ended; each report goes to ``pytest_runtest_logreport``, after
+  ``config.hook.pytest_report_from_serializable(config=config, data=report)``.
+
+Everything else that is printed goes to standard error.
 """
 
 from __future__ import annotations

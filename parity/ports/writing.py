@@ -43,7 +43,7 @@ def write(config: Config) -> tuple[str, Form]:
     if importlib.util.find_spec(page) is not None:
         importlib.import_module(page).adapt(form, config)
     elif form.kind not in pages.PLAIN:
-        form.unknown.append(f"te-parity has no page for {form.kind}; this is what names and modules tell of it")
+        form.unknown.append(f"te-parity does not know {form.kind}; this port follows from its names and modules")
     map_weights(structure, form)
     _note_gaps(form, config)
     return _render_port(form, config), form

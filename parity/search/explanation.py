@@ -616,19 +616,30 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
     complete = [explanation for explanation in kinds.values() if explanation.complete]
     for explanation in (*complete, *(one for one in kinds.values() if not one.complete)):
         rivals = [other.hypotheses for other in complete if other is not explanation]
-        of_its_own = _not_all(explanation) or _too_much(explanation, failure) or _as_any_two(explanation, failure)
+        of_its_own = (
+            _not_all(explanation)
+            or _too_much(explanation, failure)
+            or _as_any_two(explanation, failure)
+            or _hardly_seen(explanation)
+        )
         doubts = explanation.against or of_its_own or _or_else(rivals) or _or_alike(explanation, explained)
         doubt = doubts + "".join(map(_as_if, explanation.hypotheses))
         # Mistakes with a meaning come first.
         for one in sorted(explanation.hypotheses, key=lambda one: one.scope == "call"):
             gains = _gains(explanation, failure.precision.name)
-            told = f"{_together(one, explanation)}{gains} if you {one.repair}{doubt}"
+            told = f"{_together(one, explanation)}{gains} if you {one.repair}{_in_code_instead(one)}{doubt}"
             yield finding(one.title, told, sure=not doubt, repair=one.repair, code=one.code)
+
+
+def _in_code_instead(one: Hypothesis) -> str:
+    """Say that another entry of the map has the same effect as code that exchanges what the entry gives."""
+    is_of_the_map = one.read is not None and bool(one.code.now)
+    return "; if the map says what you mean, the port's code uses these parameters otherwise" if is_of_the_map else ""
 
 
 def _gains(explanation: Explanation, precision: str) -> str:
     """Say what improves, which is hardly the norm of an error if a mistake is far below its noise."""
-    if explanation.complete and explanation.after > _HARDLY * explanation.before:
+    if _is_hardly_seen(explanation):
         return f"every tensor, including {explanation.worst}, is within the normal error of {precision}"
     falls = f"the relative error of {explanation.worst} falls from {explanation.before:.2g} to {explanation.after:.2g}"
     return f"{falls}, the normal error of {precision}," if explanation.complete else falls
@@ -651,8 +662,8 @@ def _too_much(explanation: Explanation, failure: Failure) -> str:
     """
     if explanation.misfit <= FAITHFUL or few_outputs(failure):
         return ""
-    left = f"{explanation.misfit:.3g} times the normal error of {failure.precision.name}"
-    return f"; {left} is left, so this may not be quite the mistake"
+    left = f"the error of all tensors together is still {explanation.misfit:.3g} times the normal one"
+    return f"; {left}, so this may not be quite the mistake"
 
 
 def _as_any_two(explanation: Explanation, failure: Failure) -> str:
@@ -660,6 +671,22 @@ def _as_any_two(explanation: Explanation, failure: Failure) -> str:
     if len(explanation.hypotheses) < 2 or any(one.numel >= _TELLING and is_far_off(one) for one in failure.results):
         return ""
     return "; with so many known mistakes, some two may explain so small an error by chance, so it may not be these"
+
+
+def _hardly_seen(explanation: Explanation) -> str:
+    """Say that others may look like a mistake that has a large effect elsewhere and hardly any here.
+
+    A second norm after the first one, whose gains are 1, does what an eps of 0 does. Against a number that is close to
+    the right one, or a rounding, nothing speaks, since it never does more.
+    """
+    is_small = all(one.subtle or one.value is not None for one in explanation.hypotheses)
+    if is_small or not _is_hardly_seen(explanation):
+        return ""
+    return "; it changes hardly anything here, so other mistakes may look the same"
+
+
+def _is_hardly_seen(explanation: Explanation) -> bool:
+    return explanation.complete and explanation.after > _HARDLY * explanation.before
 
 
 def _or_alike(explanation: Explanation, explained: Sequence[Explanation]) -> str:
@@ -698,4 +725,4 @@ def _together(one: Hypothesis, explanation: Explanation) -> str:
         for other in explanation.hypotheses
         if other is not one
     ]
-    return f"together with {' and '.join(others)}, " if others else ""
+    return f"with {' and '.join(others)} repaired as well, " if others else ""

@@ -532,7 +532,7 @@ def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator
             yield Finding(
                 "PAR003",
                 "precision-overflows",
-                f"{errors.nans} NaN and {errors.infs} Inf in {where}; a faithful {precision.name} computation of the "
+                f"{errors.nans} NaN and {errors.infs} Inf in {where}; a correct {precision.name} computation of the "
                 f"reference has {expected.nans} NaN and {expected.infs} Inf there too, so the range of "
                 f"{precision.name} is too small for these values in any implementation",
             )
@@ -540,14 +540,14 @@ def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator
             yield Finding(
                 "PAR001",
                 "not-finite",
-                f"{errors.nans} NaN and {errors.infs} Inf in {where}, where a faithful {precision.name} computation "
+                f"{errors.nans} NaN and {errors.infs} Inf in {where}, where a correct {precision.name} computation "
                 "of the reference is finite",
             )
         elif not tensor.finite:
             yield Finding(
                 "PAR003",
                 "precision-overflows",
-                f"a faithful {precision.name} computation of the reference has {expected.nans} NaN and {expected.infs} "
+                f"a correct {precision.name} computation of the reference has {expected.nans} NaN and {expected.infs} "
                 f"Inf in {tensor.label}, where the TE module is finite, so the range of {precision.name} is too small "
                 "for these values, and the rounding error there is unknown",
             )

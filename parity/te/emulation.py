@@ -1,4 +1,4 @@
-"""What parity takes from ``te_on_cpu``, which emulates TE's kernels and a GPU. The other rooms ask here."""
+"""What parity takes from ``te_on_cpu``, which emulates TE's kernels and a GPU. The other folders ask here."""
 
 from __future__ import annotations
 

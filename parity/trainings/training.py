@@ -498,7 +498,7 @@ def _with_cause(run: _Run, made: _Made, judged: Result, scaled: Finding | None) 
     elif is_unknown and number == 1 and trainee.is_plain and isinstance(trainee, TraineeOverRanks):
         judged = dataclasses.replace(judged, findings=(trainee.unexplained(judged, made.prepared),))
     if number > 1 and {one.title for one in judged.findings} == {"precision-overflows"}:
-        why = f"a faithful {run.request.precision.name} computation of the step overflows"
+        why = f"a correct {run.request.precision.name} computation of the step overflows"
         raise _Ended(_report_divergence(run, number, why))
     return judged
 

@@ -76,7 +76,7 @@ class NanInBackward(torch.autograd.Function):
 @every_precision
 def test_a_nan_that_only_the_backward_pass_makes_fails(precision):
     result = result_of(linear(call_candidate=lambda module, x: NanInBackward.apply(module(x))), precision)
-    assert_says(result, "failed", "512 NaN and 0 Inf in d input", f"a faithful {precision} computation")
+    assert_says(result, "failed", "512 NaN and 0 Inf in d input", f"a correct {precision} computation")
     assert findings(result) == {"PAR001"}
 
 
@@ -99,7 +99,7 @@ def test_huge_and_tiny_activations_are_compared_like_others(precision, scale):
 def test_probing_inputs_on_which_fp16_overflows_though_the_users_own_fit_are_left_out():
     result = result_of(mlp(lambda rng: 1e4 * rng.normal(TOKENS, WIDTH)), "fp16")
     assert_says(
-        result, "passed", "not compared on probing inputs, where a faithful float16 computation overflows: output"
+        result, "passed", "not compared on probing inputs, where a correct float16 computation overflows: output"
     )
     assert not any(tensor.probed for tensor in result.tensors)
 
@@ -117,7 +117,7 @@ def normed_squares(module: nn.Module, x: Tensor) -> Tensor:
 
 def test_probing_inputs_on_which_only_what_is_stored_step_by_step_overflows_are_left_out():
     result = result_of(linear(inputs=lambda rng: 100 * rng.normal(TOKENS, WIDTH), **both(normed_squares)), "fp16")
-    assert_says(result, "passed", "not compared on probing inputs, where a faithful float16 computation overflows")
+    assert_says(result, "passed", "not compared on probing inputs, where a correct float16 computation overflows")
     assert not any(tensor.probed for tensor in result.tensors)
 
 

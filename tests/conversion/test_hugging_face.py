@@ -69,9 +69,8 @@ def test_the_converted_file_is_proven_layer_by_layer(example, files):
     arguments = [str(files / "original"), str(files / "te.safetensors"), "--port", str(FILE), "--size", "layers=3"]
     ended = CliRunner().invoke(app, ["prove", *arguments, "-q"], catch_exceptions=False)
     assert ended.exit_code == 0
-    page = (ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8")
     for block in ("model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head"):
-        assert all(re.search(rf"^    {block} ", text, re.MULTILINE) for text in (ended.stdout, page))
+        assert re.search(rf"^    {block} ", ended.stdout, re.MULTILINE)
 
 
 def test_a_text_is_read_by_the_model_s_tokenizer(files, tmp_path):

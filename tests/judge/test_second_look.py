@@ -225,9 +225,9 @@ def test_a_failing_first_look_is_told_until_the_second_one_takes_it_back():
     assert again
     for result, told in again:
         assert told == [("failed", False), (None, True)]
-        assert any("over a limit at first look, but" in note for note in result.notes)
+        assert any("exceeded a limit at first look and passed the second" in note for note in result.notes)
     for result, told in found:
-        assert told or not any("over a limit at first look" in note for note in result.notes)
+        assert told or not any("exceeded a limit at first look" in note for note in result.notes)
 
 
 def test_a_failure_that_stays_is_told_twice():

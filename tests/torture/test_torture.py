@@ -89,11 +89,6 @@ def test_code_holds_backticks() -> None:
     assert shown.fence(["```", "a"]) == "````text\n```\na\n````"
 
 
-def test_the_page_on_reliability_lists_every_reader() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
-    assert [reader.where for reader in torture.READERS if f"| {reader.where} | {reader.what} |" not in page] == []
-
-
 # Runs that are killed at random moments lose nothing and count nothing twice; `make torture` kills more of them.
 
 

@@ -378,14 +378,15 @@ OF_2_20_2 = pytest.mark.skipif(
 
 @cache
 def rows() -> dict[str, list[list[str]]]:
-    """Return the table's rows, each as its cells, by the module that a heading names."""
+    """Return a row for each name in the table, as its cells, by the module that a heading names."""
     found: dict[str, list[list[str]]] = {}
     module = ""
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if heading := re.fullmatch(r"## `([\w.]+)`", line):
             module = heading[1]
         elif module and line.startswith("| `"):
-            found.setdefault(module, []).append([cell.strip() for cell in line.strip("|").split("|")])
+            names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            found.setdefault(module, []).extend([name, *cells] for name in names.split())
     return found
 
 
