@@ -32,7 +32,8 @@ def core_attention(te, reference_module, heads, groups, head_dim, **te_arguments
 
 
 def _case(mask, heads_name, build):
-    return parity.pair(f"attention_{mask}_{heads_name}", sizes=[CORE_SIZE | HEADS[heads_name]])(build)
+    accepts = ["cache-step"] if mask == "full" else []  # keys have no order
+    return parity.pair(f"attention_{mask}_{heads_name}", sizes=[CORE_SIZE | HEADS[heads_name]], accepts=accepts)(build)
 
 
 def _causal(te, heads, groups, head_dim, **_):
@@ -93,6 +94,9 @@ causal_fp8 = parity.pair("attention_causal_fp8", sizes=[FP8_SIZE], precisions=[F
 full_fp8 = parity.pair("attention_full_fp8", sizes=[FP8_SIZE], precisions=[FP8])(_full)
 
 
+ACCEPTED = ["rope-position", "rope-precision"]  # relative; rounding
+
+
 def rope_attention(te, weights, hidden, heads, groups, **te_arguments):
     rope = te.RotaryPositionEmbedding(hidden // heads)
     return parity.Pair(
@@ -113,7 +117,7 @@ def rope_attention(te, weights, hidden, heads, groups, **te_arguments):
     )
 
 
-@parity.pair("multihead_attention_separate_qkv", sizes=SIZES)
+@parity.pair("multihead_attention_separate_qkv", sizes=SIZES, accepts=ACCEPTED)
 def separate_qkv(te, hidden, heads, groups, **_):
     weights = {
         "q_proj.weight": "qkv.query_weight",
@@ -123,7 +127,7 @@ def separate_qkv(te, hidden, heads, groups, **_):
     return rope_attention(te, weights, hidden, heads, groups)
 
 
-@parity.pair("multihead_attention_interleaved_qkv", sizes=SIZES)
+@parity.pair("multihead_attention_interleaved_qkv", sizes=SIZES, accepts=ACCEPTED)
 def interleaved_qkv(te, hidden, heads, groups, **_):
     fused = parity.interleaved_qkv(
         "q_proj.weight", "k_proj.weight", "v_proj.weight", groups=groups, head_dim=hidden // heads
@@ -131,7 +135,7 @@ def interleaved_qkv(te, hidden, heads, groups, **_):
     return rope_attention(te, {fused: "qkv.weight"}, hidden, heads, groups, fuse_qkv_params=True)
 
 
-@parity.pair("multihead_attention_stacked_qkv", sizes=SIZES)
+@parity.pair("multihead_attention_stacked_qkv", sizes=SIZES, accepts=ACCEPTED)
 def stacked_qkv(te, hidden, heads, groups, **_):
     fused = parity.stack("q_proj.weight", "k_proj.weight", "v_proj.weight")
     return rope_attention(

@@ -3,8 +3,14 @@
 import parity
 from parity import reference
 
+ROUNDED = ["norm-statistics", "norm-rounding"]  # rounding
 
-@parity.pair("transformer_layer_gpt", sizes=[dict(batch=2, seq=128, hidden=256, ffn=1024, heads=4)])
+
+@parity.pair(
+    "transformer_layer_gpt",
+    sizes=[dict(batch=2, seq=128, hidden=256, ffn=1024, heads=4)],
+    accepts=[*ROUNDED, "activation"],  # GELU by erf: rounding
+)
 def gpt(te, hidden, ffn, heads, **_):
     weights = {
         "attention_norm.weight": "self_attention.layernorm_qkv.layer_norm_weight",
@@ -31,7 +37,11 @@ def gpt(te, hidden, ffn, heads, **_):
     )
 
 
-@parity.pair("transformer_layer_llama", sizes=[dict(batch=2, seq=128, hidden=256, ffn=768, heads=8, groups=2)])
+@parity.pair(
+    "transformer_layer_llama",
+    sizes=[dict(batch=2, seq=128, hidden=256, ffn=768, heads=8, groups=2)],
+    accepts=[*ROUNDED, "rope-position", "rope-precision"],  # relative; rounding
+)
 def llama(te, hidden, ffn, heads, groups, **_):
     rope = te.RotaryPositionEmbedding(hidden // heads)
     return parity.Pair(
