@@ -23,7 +23,7 @@ from parity.case import files as built_in
 from parity.machine import devices, files
 from parity.machine.files import Claim
 from parity.machine.process import ended_with_this
-from parity.measuring.gpu_report import facts, limits
+from parity.measuring.gpu_report import facts, known_answers, limits
 from parity.measuring.kernel_table import table
 from parity.measuring.throughput.record import read
 from parity.progress import is_quiet
@@ -238,6 +238,15 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
             1.0,
             ("facts.md", "facts.jsonl"),
             kernel_facts,
+            caveat,
+        ),
+        Step(
+            "known-answers",
+            "Does it compute what is known to the bit, and the same three times?",
+            ("-m", known_answers.__name__, backend[1], str(folder / "known-answers.md")),
+            0.4,
+            ("known-answers.md",),
+            lambda folder: known_answers.read(folder / "known-answers.md"),
             caveat,
         ),
         Step(
