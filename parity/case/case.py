@@ -203,6 +203,7 @@ class Case:
         name: unique over all cases of a run.
         factory: ``factory(te, **size)`` builds the Pair; ``te`` is ``transformer_engine.pytorch``.
         sizes: keyword arguments of the factory, one mapping for each size.
+        large_sizes: further sizes, at which it is compared where a GPU is, or if the run asks for them.
         precisions: names from ``parity.te``; None means all that the run asks for.
         marks: pytest marks, besides the precision's own.
         vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so
@@ -231,6 +232,7 @@ class Case:
     name: str
     factory: Callable[..., Pair]
     sizes: Sequence[Size]
+    large_sizes: Sequence[Size] = ()
     precisions: tuple[str, ...] | None = None
     marks: tuple[str, ...] = ()
     vary_constants: bool = True

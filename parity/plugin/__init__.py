@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -412,7 +413,9 @@ def _make_items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     over_ranks = [(steps, switch) for steps, switch in alone if switch in ("", *SWITCHES_OVER_RANKS)]
     ways: list[tuple[int, Switch, Degrees | None]] = [(*way, None) for way in alone]
     ways += [(*way, ranks) for ranks in case.ranks for way in over_ranks]
-    for checked in check_case(case, kernels.te) if chosen else ():
+    is_large = options.sizes == "large" or (options.sizes == "auto" and kernels.backend == "gpu")
+    sized = replace(case, sizes=(*case.sizes, *case.large_sizes)) if is_large else case
+    for checked in check_case(sized, kernels.te) if chosen else ():
         forced = attention_of(case, checked, options.attention)
         for precision in chosen:
             for attention, (steps, switch, ranks) in itertools.product(forced, ways):
