@@ -9,7 +9,11 @@ PLAIN_SIZES = [dict(batch=2, seq=128, hidden=256, ffn=1024)]
 GATED_SIZES = [dict(batch=2, seq=128, hidden=256, ffn=768)]
 LARGE_PLAIN = [dict(batch=1, seq=4096, hidden=4096, ffn=16384)]
 LARGE_GATED = [dict(batch=1, seq=4096, hidden=4096, ffn=14336)]
-ACCEPTED = {"gelu": ["activation"], "geglu": ["activation"]}  # by erf: rounding
+ACCEPTED = {
+    "gelu": ["activation"],  # by erf: rounding
+    "geglu": ["activation"],
+    "clamped_swiglu": ["operation"],  # a lower bound where the gate is 0: saturated
+}
 
 
 def gated_mlp(te, activation, hidden, ffn):
