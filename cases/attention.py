@@ -9,6 +9,8 @@ from parity import reference
 
 HEADS = {"mha": dict(heads=8, groups=8), "gqa": dict(heads=8, groups=2), "mqa": dict(heads=8, groups=1)}
 CORE_SIZE = dict(batch=2, seq=128, head_dim=64)
+LARGE = dict(batch=1, seq=4096, head_dim=128)
+LARGE_HEADS = {"mha": dict(heads=32, groups=32), "gqa": dict(heads=32, groups=8), "mqa": dict(heads=32, groups=1)}
 WINDOW = 32
 SIZES = [dict(batch=2, seq=128, hidden=512, heads=8, groups=2)]
 
@@ -32,7 +34,13 @@ def core_attention(te, reference_module, heads, groups, head_dim, **te_arguments
 
 
 def _case(mask, heads_name, build):
-    return parity.pair(f"attention_{mask}_{heads_name}", sizes=[CORE_SIZE | HEADS[heads_name]])(build)
+    accepts = ["cache-step"] if mask == "full" else []  # keys have no order
+    return parity.pair(
+        f"attention_{mask}_{heads_name}",
+        sizes=[CORE_SIZE | HEADS[heads_name]],
+        large_sizes=[LARGE | LARGE_HEADS[heads_name]],
+        accepts=accepts,
+    )(build)
 
 
 def _causal(te, heads, groups, head_dim, **_):
@@ -89,8 +97,16 @@ def _delayed_fp8():
 # On a Hopper, attention trains in FP8 with heads of 128 and with delayed scaling alone.
 FP8 = parity.recipe("fp8_delayed_dpa", _delayed_fp8)
 FP8_SIZE = dict(batch=2, seq=128, head_dim=128, heads=4, groups=2)
-causal_fp8 = parity.pair("attention_causal_fp8", sizes=[FP8_SIZE], precisions=[FP8])(_causal)
-full_fp8 = parity.pair("attention_full_fp8", sizes=[FP8_SIZE], precisions=[FP8])(_full)
+FP8_OPTIONS = dict(sizes=[FP8_SIZE], large_sizes=[LARGE | LARGE_HEADS["gqa"]], precisions=[FP8])
+causal_fp8 = parity.pair("attention_causal_fp8", **FP8_OPTIONS)(_causal)
+full_fp8 = parity.pair("attention_full_fp8", **FP8_OPTIONS)(_full)
+
+
+OPTIONS = dict(
+    sizes=SIZES,
+    large_sizes=[dict(batch=1, seq=4096, hidden=4096, heads=32, groups=8)],
+    accepts=["rope-position", "rope-precision"],  # relative; rounding
+)
 
 
 def rope_attention(te, weights, hidden, heads, groups, **te_arguments):
@@ -113,7 +129,7 @@ def rope_attention(te, weights, hidden, heads, groups, **te_arguments):
     )
 
 
-@parity.pair("multihead_attention_separate_qkv", sizes=SIZES)
+@parity.pair("multihead_attention_separate_qkv", **OPTIONS)
 def separate_qkv(te, hidden, heads, groups, **_):
     weights = {
         "q_proj.weight": "qkv.query_weight",
@@ -123,7 +139,7 @@ def separate_qkv(te, hidden, heads, groups, **_):
     return rope_attention(te, weights, hidden, heads, groups)
 
 
-@parity.pair("multihead_attention_interleaved_qkv", sizes=SIZES)
+@parity.pair("multihead_attention_interleaved_qkv", **OPTIONS)
 def interleaved_qkv(te, hidden, heads, groups, **_):
     fused = parity.interleaved_qkv(
         "q_proj.weight", "k_proj.weight", "v_proj.weight", groups=groups, head_dim=hidden // heads
@@ -131,7 +147,7 @@ def interleaved_qkv(te, hidden, heads, groups, **_):
     return rope_attention(te, {fused: "qkv.weight"}, hidden, heads, groups, fuse_qkv_params=True)
 
 
-@parity.pair("multihead_attention_stacked_qkv", sizes=SIZES)
+@parity.pair("multihead_attention_stacked_qkv", **OPTIONS)
 def stacked_qkv(te, hidden, heads, groups, **_):
     fused = parity.stack("q_proj.weight", "k_proj.weight", "v_proj.weight")
     return rope_attention(

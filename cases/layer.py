@@ -3,8 +3,16 @@
 import parity
 from parity import reference
 
+ROUNDED = ["norm-statistics", "norm-rounding"]  # rounding
+LARGE = dict(batch=1, seq=4096, hidden=4096, ffn=14336, heads=32, groups=8)
 
-@parity.pair("transformer_layer_gpt", sizes=[dict(batch=2, seq=128, hidden=256, ffn=1024, heads=4)])
+
+@parity.pair(
+    "transformer_layer_gpt",
+    sizes=[dict(batch=2, seq=128, hidden=256, ffn=1024, heads=4)],
+    large_sizes=[dict(batch=1, seq=4096, hidden=4096, ffn=16384, heads=32)],
+    accepts=[*ROUNDED, "activation"],  # GELU by erf: rounding
+)
 def gpt(te, hidden, ffn, heads, **_):
     weights = {
         "attention_norm.weight": "self_attention.layernorm_qkv.layer_norm_weight",
@@ -31,7 +39,12 @@ def gpt(te, hidden, ffn, heads, **_):
     )
 
 
-@parity.pair("transformer_layer_llama", sizes=[dict(batch=2, seq=128, hidden=256, ffn=768, heads=8, groups=2)])
+@parity.pair(
+    "transformer_layer_llama",
+    sizes=[dict(batch=2, seq=128, hidden=256, ffn=768, heads=8, groups=2)],
+    large_sizes=[LARGE],
+    accepts=[*ROUNDED, "rope-position", "rope-precision"],  # relative; rounding
+)
 def llama(te, hidden, ffn, heads, groups, **_):
     rope = te.RotaryPositionEmbedding(hidden // heads)
     return parity.Pair(
@@ -73,5 +86,6 @@ def _delayed_with_fp8_attention():
 llama_fp8_attention = parity.pair(
     "transformer_layer_llama_fp8_attention",
     sizes=[dict(batch=2, seq=128, hidden=512, ffn=768, heads=4, groups=2)],
+    large_sizes=[LARGE],
     precisions=[parity.recipe("fp8_delayed_mha", _delayed_with_fp8_attention)],
 )(llama.factory)

@@ -6,9 +6,10 @@ import parity
 from parity import reference
 
 SIZES = [dict(batch=2, seq=256, in_features=512, out_features=768)]
+LARGE = [dict(batch=1, seq=4096, in_features=4096, out_features=4096)]
 
 
-@parity.pair("linear", sizes=SIZES)
+@parity.pair("linear", sizes=SIZES, large_sizes=LARGE)
 def linear(te, in_features, out_features, **_):
     return parity.Pair(
         reference=nn.Linear(in_features, out_features),
@@ -18,7 +19,7 @@ def linear(te, in_features, out_features, **_):
     )
 
 
-@parity.pair("linear_no_bias", sizes=SIZES)
+@parity.pair("linear_no_bias", sizes=SIZES, large_sizes=LARGE)
 def linear_no_bias(te, in_features, out_features, **_):
     return parity.Pair(
         reference=nn.Linear(in_features, out_features, bias=False),
@@ -28,7 +29,7 @@ def linear_no_bias(te, in_features, out_features, **_):
     )
 
 
-@parity.pair("layernorm_linear", sizes=SIZES)
+@parity.pair("layernorm_linear", sizes=SIZES, large_sizes=LARGE)
 def layernorm_linear(te, in_features, out_features, **_):
     return parity.Pair(
         reference=reference.NormLinear(nn.LayerNorm(in_features), in_features, out_features),
@@ -43,7 +44,7 @@ def layernorm_linear(te, in_features, out_features, **_):
     )
 
 
-@parity.pair("rmsnorm_linear_zero_centered", sizes=SIZES)
+@parity.pair("rmsnorm_linear_zero_centered", sizes=SIZES, large_sizes=LARGE)
 def rmsnorm_linear_zero_centered(te, in_features, out_features, **_):
     return parity.Pair(
         reference=reference.NormLinear(nn.RMSNorm(in_features, eps=1e-5), in_features, out_features, bias=False),

@@ -7,6 +7,13 @@ from parity import reference
 
 PLAIN_SIZES = [dict(batch=2, seq=128, hidden=256, ffn=1024)]
 GATED_SIZES = [dict(batch=2, seq=128, hidden=256, ffn=768)]
+LARGE_PLAIN = [dict(batch=1, seq=4096, hidden=4096, ffn=16384)]
+LARGE_GATED = [dict(batch=1, seq=4096, hidden=4096, ffn=14336)]
+ACCEPTED = {
+    "gelu": ["activation"],  # by erf: rounding
+    "geglu": ["activation"],
+    "clamped_swiglu": ["operation"],  # a lower bound where the gate is 0: saturated
+}
 
 
 def gated_mlp(te, activation, hidden, ffn):
@@ -22,7 +29,7 @@ def gated_mlp(te, activation, hidden, ffn):
     )
 
 
-@parity.pair("issue_407", sizes=[dict(batch=2, seq=1024, hidden=512, ffn=1536)])
+@parity.pair("issue_407", sizes=[dict(batch=2, seq=1024, hidden=512, ffn=1536)], large_sizes=LARGE_GATED)
 def issue_407(te, hidden, ffn, **_):
     """Return the pair of TransformerEngine issue 407, with the issue's sizes, scale of weights, and inputs."""
     pair = gated_mlp(te, "swiglu", hidden, ffn)
@@ -32,7 +39,9 @@ def issue_407(te, hidden, ffn, **_):
 
 
 def _gated_case(activation):
-    @parity.pair(f"layernorm_mlp_{activation}", sizes=GATED_SIZES)
+    @parity.pair(
+        f"layernorm_mlp_{activation}", sizes=GATED_SIZES, large_sizes=LARGE_GATED, accepts=ACCEPTED.get(activation, [])
+    )
     def case(te, hidden, ffn, **_):
         return gated_mlp(te, activation, hidden, ffn)
 
@@ -40,7 +49,9 @@ def _gated_case(activation):
 
 
 def _plain_case(activation):
-    @parity.pair(f"layernorm_mlp_{activation}", sizes=PLAIN_SIZES)
+    @parity.pair(
+        f"layernorm_mlp_{activation}", sizes=PLAIN_SIZES, large_sizes=LARGE_PLAIN, accepts=ACCEPTED.get(activation, [])
+    )
     def case(te, hidden, ffn, **_):
         return parity.Pair(
             reference=reference.MLP(hidden, ffn, activation),

@@ -5,9 +5,10 @@ from torch import nn
 import parity
 
 SIZES = [dict(batch=2, seq=256, hidden=1024)]
+LARGE = [dict(batch=1, seq=4096, hidden=4096)]
 
 
-@parity.pair("layernorm", sizes=SIZES)
+@parity.pair("layernorm", sizes=SIZES, large_sizes=LARGE)
 def layernorm(te, hidden, **_):
     return parity.Pair(
         reference=nn.LayerNorm(hidden),
@@ -17,7 +18,7 @@ def layernorm(te, hidden, **_):
     )
 
 
-@parity.pair("rmsnorm", sizes=SIZES)
+@parity.pair("rmsnorm", sizes=SIZES, large_sizes=LARGE)
 def rmsnorm(te, hidden, **_):
     return parity.Pair(
         reference=nn.RMSNorm(hidden, eps=1e-6),
@@ -27,7 +28,7 @@ def rmsnorm(te, hidden, **_):
     )
 
 
-@parity.pair("rmsnorm_zero_centered", sizes=SIZES)
+@parity.pair("rmsnorm_zero_centered", sizes=SIZES, large_sizes=LARGE)
 def rmsnorm_zero_centered(te, hidden, **_):
     return parity.Pair(
         reference=nn.RMSNorm(hidden, eps=1e-5),

@@ -53,7 +53,7 @@ from parity.passes.all_passes import (
 )
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass
-from parity.passes.prepare import Prepared, forget, part_that_raised, prepare, release
+from parity.passes.prepare import Prepared, forget, part_that_raised, prepare, release, reweighed
 from parity.passes.refusals import (
     LOOKS_UP_ELSE,
     LOSES_ALL,
@@ -64,7 +64,7 @@ from parity.passes.refusals import (
     proves_nothing,
     remarks,
 )
-from parity.result import PROBED, Kind, Result, TensorResult, as_printable
+from parity.result import PROBED, REWEIGHED, Kind, Result, TensorResult, as_printable
 from parity.shown import raised, said
 from parity.stages.locate import Stages, judge_stages
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
@@ -200,7 +200,7 @@ def judge_at(
         return Comparison(request).ended(error_result(request, error))
 
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
-        comparison = catching(lambda: _judge_in_parts(request), end_with_error)
+        comparison = catching(lambda: _probe_weights(_judge_in_parts(request)), end_with_error)
     result = with_side_effect_notes(comparison.result, disturbed)
     return comparison.ended(as_printable(replace(result, seconds=time.perf_counter() - began)))
 
@@ -307,6 +307,25 @@ def _judge_in_parts(request: Request) -> Comparison:
     return Comparison(request, parts=tuple(parts), whole=whole).ended(merged([one.result for one in parts]))
 
 
+def _probe_weights(comparison: Comparison) -> Comparison:
+    """Return the comparison of a fresh model that passes with the outputs that probing weights give it."""
+    request, result = comparison.request, comparison.result
+    case = None if request.candidate_run else reweighed(request.case, request.checked, request.kernels)
+    if case is None or not result.passed:
+        return comparison
+    other = judge_outputs(replace(request, case=case, determinism=False, on_progress=ignore_progress))
+    overflows = not all(one.expected.finite for one in other.result.tensors)
+    if overflows or other.result.status not in ("passed", "failed"):
+        why = f"a faithful {request.precision.name} computation overflows" if overflows else other.result.reason
+        note = f"not compared with probing weights: {why}"
+        return comparison.ended(replace(result, notes=(*result.notes, note)))
+    tensors = tuple(replace(one, kind=REWEIGHED) for one in other.result.tensors)
+    other.result = replace(other.result, tensors=tensors, notes=())
+    if other.needs_cause:
+        comparison.parts = (Comparison(request).ended(result), other)
+    return comparison.ended(merged([result, other.result]))
+
+
 def list_parts(request: Request) -> list[Case]:
     """Return the case once for each part of its outputs that is compared by itself."""
     case, checked, kernels = request.case, request.checked, request.kernels
@@ -404,7 +423,8 @@ def _run_passes(comparison: Comparison) -> None:
     with _naming_what_raises("the reference in FP64"):
         prepared = prepare(request.case, request.checked, precision.dtype, request.seed, request.kernels)
     comparison.log_probs = log_prob_outputs(prepared)
-    comparison.known = directions(prepared)  # before other passes, since golden's calls hold memory until then
+    if not request.case.reweighed:  # with probing weights, what makes a difference makes a large one
+        comparison.known = directions(prepared)  # before other passes, since golden's calls hold memory until then
     with _naming_what_raises("the candidate"):
         comparison.candidate = request.candidate_run or _run_candidate(request, prepared)
     comparison.prepared = prepared = as_returned(prepared, comparison.candidate.tensors)

@@ -8,14 +8,15 @@ these weights, inputs and sizes a cap may never bind, or a window may be longer 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 import torch
 
-from parity.case.case import mixed
+from parity.case.case import Case, mixed
 from parity.comparison import catching, judge_outputs, list_parts
 from parity.judge.request import CandidateRun, Request, run_again
 from parity.judge.second_look import HOPELESS_MARGIN, is_hopeless
@@ -27,7 +28,7 @@ from parity.numerics.errors import TINY, norm_of
 from parity.numerics.freedom import FUSED_POINTWISE
 from parity.passes.all_passes import Tensors, as_returned, model_numbers, run_model
 from parity.passes.modes import usual_modes
-from parity.passes.prepare import Cache, Prepared, calls_of, prepare
+from parity.passes.prepare import Cache, Prepared, calls_of, prepare, reweighed
 from parity.result import Result, TensorResult
 from parity.shown import raised
 from parity.te import why_refused
@@ -111,15 +112,24 @@ def missed(tried: Sequence[Tried]) -> list[Tried]:
 
 def _try_in_parts(request: Request) -> list[Tried]:
     found: dict[tuple[object, ...], Tried] = {}
-    for case in list_parts(request):
-        for one in _try_all(replace(request, case=case)):
+
+    def add_all(case: Case) -> None:
+        shown = {key for key, one in found.items() if one.is_shown}
+        for one in _try_all(replace(request, case=case), shown):
             key = _but_for_its_number(one.mistake)
             found[key] = found[key].joined(one) if key in found else one
+
+    for case in list_parts(request):
+        add_all(case)
+    probing = reweighed(request.case, request.checked, request.kernels)
+    if probing:
+        with suppress(UserError):  # the comparison notes it as well
+            add_all(probing)
     return list(found.values())
 
 
-def _try_all(request: Request) -> Iterator[Tried]:
-    """Yield each mistake with what the comparison of these outputs would have said of it."""
+def _try_all(request: Request, shown: Container[object]) -> Iterator[Tried]:
+    """Yield each mistake but those shown already with what the comparison of these outputs would have said of it."""
     prepared = prepare(request.case, request.checked, request.precision.dtype, request.seed, request.kernels)
     candidate = run_again(request, prepared)
     prepared = as_returned(prepared, candidate)
@@ -129,6 +139,8 @@ def _try_all(request: Request) -> Iterator[Tried]:
         raise UserError(f"{request.case} proves nothing at {request.precision.name}: {verdict.reason}")
     effects = _Effects(prepared, verdict.tensors)
     for mistake in _list_mistakes(prepared):
+        if _but_for_its_number(mistake) in shown:
+            continue
         effect = effects.of(mistake)
         if not effect <= HOPELESS_MARGIN:
             yield Tried(mistake, effect, effect, is_shown=True)

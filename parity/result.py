@@ -13,8 +13,9 @@ from pydantic import TypeAdapter
 
 from parity.shown import printable
 
-Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
+Kind = Literal["output", "probed output", "reweighed output", "input gradient", "weight gradient"]
 PROBED: Kind = "probed output"
+REWEIGHED: Kind = "reweighed output"
 Status = Literal["passed", "failed", "skipped", "error"]
 Switch = Literal[
     "",
@@ -487,10 +488,10 @@ def strictly(result: Result) -> Result:
 
 
 def label_of(kind: Kind, name: str) -> str:
-    """Return ``output``, ``probed output``, ``d input`` or ``d up_proj.weight``."""
+    """Return ``output``, ``probed output``, ``reweighed output``, ``d input`` or ``d up_proj.weight``."""
     if kind.endswith("gradient"):
         return f"d {name}"
-    return name if kind == "output" else f"probed {name}"
+    return f"{kind.removesuffix('output')}{name}"
 
 
 def item_name(case: str, precision: str, size_label: str, forced_attention: str = "") -> str:

@@ -203,12 +203,13 @@ class Case:
         name: unique over all cases of a run.
         factory: ``factory(te, **size)`` builds the Pair; ``te`` is ``transformer_engine.pytorch``.
         sizes: keyword arguments of the factory, one mapping for each size.
+        large_sizes: further sizes, at which it is compared where a GPU is, or if the run asks for them.
         precisions: names from ``parity.te``; None means all that the run asks for.
         marks: pytest marks, besides the precision's own.
         vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so
             that one that was never copied shows.
-        probe: whether the outputs are compared on probing inputs, too, see ``parity.passes.draws``; False if
-            floating-point inputs may not take any value, such as probabilities.
+        probe: whether the outputs are compared on probing inputs and with probing weights, too, see
+            ``parity.passes.draws``; False if floating-point inputs may not take any value, such as probabilities.
         attention: the attention backends that TE must use, each in an item of its own; empty lets TE choose.
         accepts: titles of the mistakes that a comparison may pass, see ``parity.coverage``.
         invariance: names of ``parity.settings.AXES`` on which the candidate's results must not depend.
@@ -225,11 +226,14 @@ class Case:
         part_of: the whole case, if only some of its outputs are compared here; None for all outputs.
         outputs: names of the outputs of this part; empty for all.
         formats: as in ``Pair``, whose own come after these.
+        reweighed: names of the reference's parameters that get probing weights, see ``parity.passes.draws``, with which
+            only outputs are compared; empty for the weights as they are declared.
     """
 
     name: str
     factory: Callable[..., Pair]
     sizes: Sequence[Size]
+    large_sizes: Sequence[Size] = ()
     precisions: tuple[str, ...] | None = None
     marks: tuple[str, ...] = ()
     vary_constants: bool = True
@@ -249,6 +253,7 @@ class Case:
     part_of: Case | None = None
     outputs: tuple[str, ...] = ()
     formats: Mapping[str, str] = field(default_factory=dict)
+    reweighed: frozenset[str] = frozenset()
 
     @property
     def whole(self) -> Case:

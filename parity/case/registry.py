@@ -193,6 +193,7 @@ def pair(
     name: str,
     *,
     sizes: Iterable[Size] = ({},),
+    large_sizes: Iterable[Size] = (),
     precisions: Iterable[str | te.Precision] | None = None,
     marks: Iterable[str] = (),
     vary_constants: bool = True,
@@ -212,6 +213,7 @@ def pair(
         sizes: keyword arguments of the factory, one dict for each size at which the pair is compared.
         precisions: names from ``parity.te.PRECISIONS``, and what ``parity.recipe`` returns; None means all that the
             run asks for.
+        large_sizes: more of these, such as a real model's, which run where a GPU is and by ``--parity-sizes=large``.
         marks: names of pytest marks.
         vary_constants: whether parameters whose elements are all equal get noise, so that one that was never copied
             shows.
@@ -241,6 +243,8 @@ def pair(
     if callable(name):
         raise UserError(f'{written.path}:{written.line}: @parity.pair needs a name: @parity.pair("{_own_name(name)}")')
 
+    large = tuple(large_sizes)
+
     def declare(factory: Callable[..., Pair]) -> Case:
         applied = _callers_place(inspect.currentframe())
         place = written if written.path == applied.path else applied
@@ -250,6 +254,7 @@ def pair(
                 name=checked_name(name),
                 factory=checked_factory(factory),
                 sizes=checked_sizes(sizes, factory, ("ranks",) if ranks else ()),
+                large_sizes=checked_sizes(large, factory, ("ranks",) if ranks else ()) if large else (),
                 precisions=checked_precisions(precisions),
                 marks=checked_marks(marks),
                 vary_constants=checked_switch("vary_constants", vary_constants),

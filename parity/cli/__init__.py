@@ -74,6 +74,7 @@ def run(
     backend: Annotated[str | None, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = None,
     seeds: Annotated[str | None, typer.Option(help="20 means seeds 0 to 19; 0,3,7 lists them; 0 means seed 0.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="small, large: large sizes as well, or auto: on a GPU.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
     stages: Annotated[bool, typer.Option("--stages", help="Judge what passes stage by stage as well.")] = False,
     workers: Annotated[str | None, typer.Option("-n", help="Processes, or auto for as many as fit [auto].")] = None,
@@ -99,6 +100,7 @@ def run(
 ) -> None:
     """Compare pairs and write a report. The exit code is 1 if one fails, or has regressed since a baseline."""
     from parity.cli import suite
+    from parity.plugin.options import parse_sizes
 
     arguments = suite.as_plugins(
         precision,
@@ -115,6 +117,7 @@ def run(
         resume,
         steps,
     )
+    arguments += [] if sizes is None else [f"--parity-sizes={parse_sizes(sizes)}"]
     arguments += suite.engine(engine, address) + suite.kept(save_as, against, keep_runs, ci)
     files = suite.files(paths)
     workers = workers or suite.workers_of_project(files)

@@ -387,7 +387,7 @@ def _find_expected_error(error: CachedTensor, model_errors: Sequence[CachedTenso
 # if the pair returned nothing else, on the same weights and inputs.
 
 
-_KINDS: tuple[Kind, ...] = ("output", "input gradient", "weight gradient", "probed output")
+_KINDS: tuple[Kind, ...] = ("output", "input gradient", "weight gradient", "probed output", "reweighed output")
 MOST_PICTURES = 4  # in a comparison that failed
 # Messages name at most this many outputs.
 _MOST_NAMED = 3

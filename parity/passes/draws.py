@@ -1,10 +1,10 @@
-"""Draw the weights and inputs of a comparison, once for all precisions, and the probing inputs."""
+"""Draw the weights and inputs of a comparison, once for all precisions, and those that probe."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -157,6 +157,44 @@ def _make_rows_uneven(x: Tensor, rng: Rng) -> Tensor:
     factors = magnitudes[rng.permutation(count)].to(x.device, x.dtype)
     rows *= factors.masked_fill(constant, 1.0)[:, None]
     return rows.reshape(x.shape)
+
+
+# Probing weights, which exercise what usual weights leave idle.
+#
+# Weights that are drawn small keep activations where a cap, a clamp or the tails of an activation make no difference,
+# and biases of 0 hide where they are added. Probing weights give each output of a linear layer a gain of its own, from
+# half of what keeps a variance up to six times that, and biases and gains of norms that are as large as activations.
+
+
+_LEAST_GAIN, _MOST_GAIN = 0.5, 6.0
+_SPREAD = 0.75  # of constants, which leaves a gain of 1 positive
+_BIAS = 0.5  # root mean square
+
+
+def reweigh(reference: nn.Module, names: Container[str], rng: Rng) -> None:
+    """Give the parameters of these names probing weights.
+
+    Args:
+        reference: the module.
+        names: parameters that were drawn or are constant; their shapes say what they are.
+        rng: chooses gains and the values of constants.
+    """
+    with torch.no_grad():
+        for name, x in reference.named_parameters():
+            if name not in names:
+                continue
+            if bool((x == x.flatten()[0]).all()):
+                noise = rng.uniform(*x.shape, low=-_SPREAD, high=_SPREAD).to(x)
+                x.add_(noise * x.abs().clamp_min(1.0))
+                continue
+            x.div_(x.square().mean().sqrt())
+            if x.dim() < 2:
+                x.mul_(_BIAS)
+                continue
+            # Experts in one tensor are [experts, inputs, outputs] or the reverse; convolutions have outputs first.
+            rows, inner = (-2, max(x.shape[1:])) if x.dim() == 3 else (0, x[0].numel())
+            gains = _LEAST_GAIN * (_MOST_GAIN / _LEAST_GAIN) ** rng.uniform(x.shape[rows])
+            x.div_(inner**0.5).mul_(gains.to(x).view(-1, *[1] * (x.dim() - 1 if rows == 0 else 1)))
 
 
 # Rows of every magnitude for modules that begin with an embedding table, whose inputs are ids.

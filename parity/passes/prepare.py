@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -37,7 +37,7 @@ from parity.numerics.formats import Role
 from parity.numerics.freedom import Made
 from parity.numerics.golden import golden_device, in_fp64
 from parity.numerics.storing import PastAmaxes
-from parity.passes.draws import Lookups, ScaledLookups, draws_of, forget_draws, probe
+from parity.passes.draws import Lookups, ScaledLookups, draws_of, forget_draws, probe, reweigh
 from parity.passes.nominal_clock import Clock
 from parity.passes.one_pass import Pass, outputs_of, positional_names, run
 from parity.passes.refusals import (
@@ -211,7 +211,28 @@ def build_as_declared(case: Case, checked: CheckedSize, seed: int, kernels: Kern
     for part in (*pair.reference.modules(), *pair.candidate.modules()):
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             part.sparse = False  # a dense gradient has the same numbers
-    return pair, left
+    return (replace(pair, evaluation=True) if case.reweighed else pair), left
+
+
+@lru_cache(maxsize=8)
+def reweighed(case: Case, checked: CheckedSize, kernels: Kernels) -> Case | None:
+    """Return the case with probing weights in place of those that it draws, or None if it draws none.
+
+    Weights that another seed leaves as they are have been loaded, or mean something, so they stay. If there are none of
+    these, constants such as a norm's ones change as well.
+    """
+    if not (case.probe and case.vary_constants) or case.is_step or case.ranks or case.cotangents:
+        return None
+    pair = build(case, checked, 0, kernels)
+    others = dict(build(case, checked, 1, kernels).reference.named_parameters())
+    drawn, constant, fixed = set[str](), set[str](), set[str]()
+    for name, x in pair.reference.named_parameters():
+        if x.numel() > 1 and x.is_floating_point():
+            is_drawn = name in others and not torch.equal(x, others[name])
+            (drawn if is_drawn else constant if bool((x == x.flatten()[0]).all()) else fixed).add(name)
+    if pair.fill is False or not drawn:
+        return None
+    return replace(case, probe=False, part_of=case, reweighed=frozenset(drawn if fixed else drawn | constant))
 
 
 def _check_has_values(role: str, module: nn.Module) -> None:
@@ -530,8 +551,10 @@ def _prepare_case(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: in
     held = Held()
     if pair.fill is False:
         held = held_weights(pair)
-    elif case.vary_constants:
-        vary_constants(pair.reference, Rng(seed, "weights"))
+    else:
+        reweigh(pair.reference, case.reweighed, Rng(seed, "probing weights"))
+        if case.vary_constants:
+            vary_constants(pair.reference, Rng(seed, "weights"))
     candidate_weights = share_rounded_weights(pair, dtype, {**held.alike, **case.held})
     drawn = draws_of((case.whole, checked), seed, kernels)
     with drawn.repeated():

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -401,7 +402,9 @@ def _make_items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     asked = options.precisions or (*PRECISION_NAMES, *declared)
     chosen = [precision_named(name) for name in asked if case.runs_at(name)]
     kernels = _load_kernels(module.config)
-    for item in items_of(case, kernels.te, chosen, options.attention, options.steps):
+    is_large = options.sizes == "large" or (options.sizes == "auto" and kernels.backend == "gpu")
+    sized = replace(case, sizes=(*case.sizes, *case.large_sizes)) if is_large else case
+    for item in items_of(sized, kernels.te, chosen, options.attention, options.steps):
         yield ParityItem.from_parent(
             module,
             name=item.name,

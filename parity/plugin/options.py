@@ -126,6 +126,7 @@ def _explain_error(error: OSError) -> str:
 
 
 BACKENDS = ("auto", "gpu", "cpu")
+SIZES = ("auto", "small", "large")
 CI = ("junit", "summary", "annotations")
 PARITY_BACKEND = "PARITY_BACKEND"
 _DIGITS_OF_COUNTS = 8
@@ -147,6 +148,7 @@ class Options:
         calibration: the table of limits; None for the packaged one.
         attention: the attention backend that TransformerEngine has to take, or ``all`` for each in turn; ``auto`` lets
             TransformerEngine choose, except for cases that demand particular backends.
+        sizes: one of ``SIZES``: whether cases are compared at their large sizes as well; ``auto`` means on a GPU.
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         stages: whether a port that passes is judged stage by stage as well.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
@@ -171,6 +173,7 @@ class Options:
     name: str
     calibration: Path | None = None
     attention: str = "auto"
+    sizes: str = "auto"
     determinism: bool = False
     stages: bool = False
     timeout: float = 600.0
@@ -221,6 +224,7 @@ _DECLARED = (
     ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
     ("name", "parity", "NAME", "the report's name (default: parity)"),
     ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
+    ("sizes", "auto", "auto|small|large", "compare pairs at their large sizes as well (default: on a GPU)"),
     ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
     (
         "stages",
@@ -305,6 +309,7 @@ def read(config: pytest.Config) -> Options:
         name=name,
         calibration=start / value("calibration") if value("calibration") else None,
         attention=parse_attention(value("attention"), "--parity-attention"),
+        sizes=parse_sizes(value("sizes"), "--parity-sizes"),
         determinism=_parse_yes("determinism", value("determinism")),
         stages=_parse_yes("stages", value("stages")),
         timeout=parse_timeout(value("timeout"), "--parity-timeout"),
@@ -463,6 +468,17 @@ def parse_engine(text: str, option: str = "--engine") -> str:
             f"{option} is {text!r}, but must be one of {known}; others come with packages that announce them "
             f"(entry point group {engines.ENTRY_POINT_GROUP})"
         )
+    return text
+
+
+def parse_sizes(text: str, option: str = "--sizes") -> str:
+    """Return one of ``SIZES``.
+
+    Raises:
+        UserError: if the text is none of them.
+    """
+    if text not in SIZES:
+        raise UserError(f"{option} is {text!r}, but must be one of {', '.join(SIZES)}")
     return text
 
 

@@ -24,6 +24,7 @@ _EMULATED = ("PARITY_EMULATED_", "PARITY_KERNEL_CHOICES")
 _KINDS: dict[Kind, str] = {
     "output": "output",
     "probed output": "the output on probing inputs, whose rows differ in size, which shows what usual inputs hide",
+    "reweighed output": "the output with probing weights, which exercise what weights as usual leave idle",
     "input gradient": "input gradient",
     "weight gradient": "weight gradient",
 }

@@ -78,7 +78,7 @@ def test_a_precision_that_the_gpu_cannot_run_is_skipped_with_te_s_reason_and_not
         assert "compute capability" in result.reason
 
 
-def test_outputs_gradients_and_outputs_on_probing_inputs_are_compared():
+def test_outputs_gradients_and_outputs_that_probe_are_compared():
     (result,) = parity.compare(as_case(swiglu_pair), ["bf16"])
     assert [tensor.label for tensor in result.tensors] == [
         "output",
@@ -88,6 +88,7 @@ def test_outputs_gradients_and_outputs_on_probing_inputs_are_compared():
         "d up_proj.weight",
         "d down_proj.weight",
         "probed output",
+        "reweighed output",
     ]
 
 

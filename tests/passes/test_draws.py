@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parity
 from parity.case.case import Rng
-from parity.passes.draws import LARGEST, SMALLEST, Draws, probe
+from parity.passes.draws import LARGEST, SMALLEST, Draws, probe, reweigh
 
 # Seeded random inputs.
 
@@ -185,6 +185,49 @@ def test_what_is_no_activation_is_not_changed(kept):
 def test_the_same_seed_gives_the_same_probe():
     assert torch.equal(probe(INPUTS, Rng(1)), probe(INPUTS, Rng(1)))
     assert not torch.equal(probe(INPUTS, Rng(1)), probe(INPUTS, Rng(2)))
+
+
+# Probing weights exercise what usual weights leave idle.
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.conv = nn.LayerNorm(64), nn.Linear(64, 256), nn.Conv1d(8, 16, 3)
+        self.experts = nn.Parameter(0.02 * torch.randn(4, 64, 32))
+
+
+def reweighed_layer(names: set[str] | None = None) -> tuple[Layer, dict[str, Tensor]]:
+    """Return a layer with probing weights and, by name, the weights that it had before."""
+    torch.manual_seed(0)
+    layer = Layer()
+    before = {name: x.detach().clone() for name, x in layer.named_parameters()}
+    reweigh(layer, before if names is None else names, Rng(1))
+    return layer, before
+
+
+def test_each_output_of_a_linear_layer_gets_a_gain_of_its_own():
+    layer, _ = reweighed_layer()
+    gains = layer.linear(torch.randn(4096, 64)).std(0)
+    assert 0.4 < gains.min() < 0.7
+    assert 4.5 < gains.max() < 7.5
+    for outputs in (layer.conv.weight.flatten(1), *layer.experts):
+        assert outputs.square().mean(1).sqrt().std() > 0.1 * outputs.std()
+
+
+def test_biases_and_gains_of_norms_are_as_large_as_activations():
+    layer, _ = reweighed_layer()
+    assert 0.25 <= layer.norm.weight.min() < 0.4 < 1.6 < layer.norm.weight.max() <= 1.75
+    assert -0.75 <= layer.norm.bias.min() < -0.6 < 0.6 < layer.norm.bias.max() <= 0.75
+    assert torch.isclose(layer.linear.bias.square().mean().sqrt(), torch.tensor(0.5))
+
+
+def test_signs_of_drawn_weights_and_all_other_weights_stay():
+    layer, before = reweighed_layer({"linear.weight", "linear.bias"})
+    assert torch.equal(layer.linear.bias.sign(), before["linear.bias"].sign())
+    assert not torch.equal(layer.linear.weight, before["linear.weight"])
+    for name in before.keys() - {"linear.weight", "linear.bias"}:
+        assert torch.equal(layer.get_parameter(name), before[name])
 
 
 # Models that take ids are probed through the rows of their embedding tables.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from plugin_runs import (
     write,
 )
 
+from parity import te
 from parity.report import record
 from parity.te import PRECISIONS
 
@@ -72,6 +74,7 @@ def test_the_options_may_stand_in_the_ini_file(pytester: pytest.Pytester) -> Non
         ("--parity-seeds=9-3", "*'9-3', but must be a count*"),
         ("--parity-determinism=maybe", "*'maybe', but must be yes or no*"),
         ("--parity-attention=cudnn", "*'cudnn', but must be one of auto, flash, fused, unfused, all*"),
+        ("--parity-sizes=huge", "*'huge', but must be one of auto, small, large*"),
         ("--parity-name=a/b", "*'a/b', but must be a file name*"),
         ("--parity-timeout=soon", "*'soon', but must be a number of seconds*"),
         ("--parity-diagnosis=maybe", "*--parity-diagnosis is 'maybe', but must be yes, no, or a number of seconds*"),
@@ -303,6 +306,19 @@ def test_only_a_case_with_attention_has_an_item_for_each_backend(pytester: pytes
     assert own == ["fails[bf16-2x64]", "attention[bf16-2-fused]", "attention[bf16-2-unfused]"]
     assert fused == ["fails[bf16-2x64]", "attention[bf16-2-fused]"]
     assert everything == ["fails[bf16-2x64]", *(f"attention[bf16-2-{name}]" for name in ("flash", "fused", "unfused"))]
+
+
+def test_large_sizes_are_items_where_a_gpu_is_or_if_asked_for(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sized = "\n    @parity.pair('sized', sizes=[dict(n=2)], large_sizes=[dict(n=4096)])\n    def a(te, n): ...\n"
+    write(pytester, PAIRS + sized)
+    options = ("my_pairs.py", "--parity-precisions=bf16", "-k", "sized")
+    assert names(pytester, *options) == names(pytester, *options, "--parity-sizes=small") == ["sized[bf16-2]"]
+    assert names(pytester, *options, "--parity-sizes=large") == ["sized[bf16-2]", "sized[bf16-4096]"]
+    on_cpu = te.kernels()
+    monkeypatch.setattr(te, "kernels", lambda backend: replace(on_cpu, backend="gpu"))
+    assert names(pytester, *options) == ["sized[bf16-2]", "sized[bf16-4096]"]
 
 
 def test_marks_are_registered(pytester: pytest.Pytester) -> None:

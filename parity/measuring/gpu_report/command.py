@@ -23,7 +23,7 @@ from parity.case import files as built_in
 from parity.machine import devices, files
 from parity.machine.files import Claim
 from parity.machine.process import ended_with_this
-from parity.measuring.gpu_report import facts, limits
+from parity.measuring.gpu_report import facts, known_answers, limits
 from parity.measuring.kernel_table import table
 from parity.measuring.throughput.record import read
 from parity.progress import is_quiet
@@ -241,6 +241,15 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
             caveat,
         ),
         Step(
+            "known-answers",
+            "Does it compute what is known to the bit, and the same three times?",
+            ("-m", known_answers.__name__, backend[1], str(folder / "known-answers.md")),
+            0.4,
+            ("known-answers.md",),
+            lambda folder: known_answers.read(folder / "known-answers.md"),
+            caveat,
+        ),
+        Step(
             "suite",
             "Is TE right, on its real kernels, at every precision of this GPU?",
             _build_command(
@@ -292,7 +301,7 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
     ]
 
 
-_SUITE = ("-n", "auto", "--timeout", "60")  # a kernel that hangs costs only its item, not the step
+_SUITE = ("-n", "auto", "--sizes", "small", "--timeout", "60")  # a kernel that hangs costs only its item, not the step
 _SMALL_SUITE = ("-n", "0", "-k", "rmsnorm or linear_no_bias", "-p", "bf16", "-p", "fp8_current")
 
 
