@@ -100,6 +100,7 @@ def compare(
     steps: int = 0,
     switch: Switch = "",
     ranks: Mapping[str, int] | None = None,
+    unwritten: bool = True,
 ) -> list[Result]:
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
@@ -127,6 +128,8 @@ def compare(
         ranks: how many ranks compute the candidate together, such as ``dict(tp=2)``: degrees of ``tp``, ``cp``, ``ep``
             and ``dp``, and ``sequence_parallel``. The pair's function is then called with ``ranks=``. None for one
             process.
+        unwritten: whether to run the candidate again with all memory that it allocates full of NaN, which shows whether
+            it reads memory that nothing has written.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.
@@ -139,7 +142,7 @@ def compare(
     chosen = [precision_named(name) for name in checked_precisions(precisions) if case.runs_at(name)]
     seeds = checked_seeds(seeds)
     checked_choice(attention)
-    check_kinds(backend, calibration, determinism=determinism, stages=stages)
+    check_kinds(backend, calibration, determinism=determinism, stages=stages, unwritten=unwritten)
     diagnosis = checked_diagnosis(diagnose, diagnosis_seconds)
     checked_steps(steps)
     checked_switches([switch] if switch else [], steps)
@@ -162,7 +165,7 @@ def compare(
             from parity.trainings.parallel import compare_over_ranks_at
 
             return compare_over_ranks_at(*at, made, forced, diagnosis)
-        return compare_at(*at, forced, determinism, diagnosis, stages)
+        return compare_at(*at, forced, determinism, diagnosis, stages, unwritten)
 
     return [
         judged(checked, precision, forced, seed)

@@ -423,7 +423,8 @@ class ParityItem(pytest.Item):
 
             result = compare_over_ranks_at(*at, self.ranks, self.attention, self.options.diagnosis)
         else:
-            comparison = judge_at(*at, self.attention, self.options.determinism, on_progress=self._note_look)
+            asked = self.attention, self.options.determinism
+            comparison = judge_at(*at, *asked, on_progress=self._note_look, unwritten=self.options.unwritten)
             if comparison.is_unexplained and self.options.diagnosis is not None:
                 self._note_verdict(comparison.result)
             result = explain_at(comparison, self.options.diagnosis)
