@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.trace.whose import allocating_line
 
-_ALLOCATE = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_ALLOCATE = ("resize_", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 # A byte of 0x7F is NaN in both FP8 formats, and 0x11 is a small number. An index or a mask that is read from memory
 # should not go out of bounds, which would end CUDA's context.
 _BYTES, _WHOLE, _REAL = (0x11, 0x7F), (0, 1), (0.25, math.nan)
@@ -45,12 +45,10 @@ class Filled(TorchDispatchMode):
         self._names = {id(part): name for name, part in module.named_modules()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, before = func.overloadpacket.__name__, args[0].numel() if func is torch.ops.aten.resize_.default else 0
+        before = args[0].numel() if func is torch.ops.aten.resize_.default else 0
         made = func(*args, **(kwargs or {}))
-        if name in _ALLOCATE and type(made) is Tensor and made.layout is torch.strided:
-            self._fill_new(made)
-        elif before and made.numel() > before and made.is_contiguous():
-            self._fill_new(made.view(-1)[before:])
+        if type(made) is Tensor and func.overloadpacket.__name__ in _ALLOCATE:
+            self._fill_new(made.view(-1)[before:] if before else made)
         return made
 
     def _fill_new(self, x: Tensor) -> None:
