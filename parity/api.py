@@ -15,6 +15,7 @@ from parity.case.recipes import name_precisions
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import Table, packaged
+from parity.judge.over_seeds import judge_together
 from parity.ranks.layout import degrees
 from parity.result import Result, Switch
 from parity.settings import PRECISION_NAMES, default_seconds
@@ -168,9 +169,9 @@ def compare(
         return compare_at(*at, forced, determinism, diagnosis, stages, unwritten)
 
     return [
-        judged(checked, precision, forced, seed)
+        result
         for checked in check_case(case, kernels.te)
         for precision in chosen
         for forced in attention_of(case, checked, attention)
-        for seed in seeds
+        for result in judge_together([judged(checked, precision, forced, seed) for seed in seeds])
     ]

@@ -29,6 +29,7 @@ from parity.judge.judge import (
     merged,
     parts,
     parts_known,
+    zeroed_gradients,
 )
 from parity.judge.limits import Table
 from parity.judge.pictures import log_prob_outputs, pictured
@@ -65,7 +66,7 @@ from parity.passes.refusals import (
     proves_nothing,
     remarks,
 )
-from parity.result import PROBED, Kind, Result, TensorResult, as_printable
+from parity.result import PROBED, Finding, Kind, Result, TensorResult, as_printable
 from parity.shown import raised, said
 from parity.stages.locate import Stages, judge_stages
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
@@ -612,7 +613,7 @@ def _decide_result(comparison: Comparison) -> Result:
             return request.result("error", reason=reason, notes=notes)
         if comparison.unlike:
             return request.result("error", reason=comparison.unlike, notes=notes)
-        unseen = candidate.observed + numbers + by_recalling(candidate.recalled, tensors)
+        unseen = candidate.observed + _find_zeroed(comparison) + numbers + by_recalling(candidate.recalled, tensors)
         if unseen:
             return request.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes)
         return request.result("passed", tensors=tensors, notes=notes)
@@ -620,6 +621,11 @@ def _decide_result(comparison: Comparison) -> Result:
     # Else the expected errors are those of other formats, or chance decides the numbers.
     comparison.needs_cause = not (candidate.misformatted or candidate.unwritten)
     return request.result("failed", tensors=tensors, findings=candidate.observed, notes=notes)
+
+
+def _find_zeroed(comparison: Comparison) -> tuple[Finding, ...]:
+    golden, candidate = golden_tensors(comparison.prepared), comparison.candidate.tensors
+    return zeroed_gradients(comparison.tensors, golden, comparison.models, candidate)
 
 
 def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> Iterator[str]:
@@ -685,7 +691,10 @@ def _search_for_cause(comparison: Comparison, seconds: float) -> Result:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from references that are wrong on purpose
         found, notes = explain(failure, missed, comparison.known, seconds)
-    return replace(result, findings=candidate.observed + found, notes=(*result.notes, *notes))
+    explained = replace(result, findings=candidate.observed + found, notes=(*result.notes, *notes))
+    if is_explained(explained):
+        return explained
+    return replace(explained, findings=_find_zeroed(comparison) + explained.findings)
 
 
 def _to_explain(

@@ -317,6 +317,7 @@ class ParityItem(pytest.Item):
 
     def runtest(self) -> None:
         from parity.judge.limits import load, packaged
+        from parity.judge.over_seeds import judge_together
         from parity.report import failure
         from parity.report.record import Item
         from parity.result import strictly
@@ -332,6 +333,7 @@ class ParityItem(pytest.Item):
         except KeyboardInterrupt:
             ending.keep_finished_seeds(self)
             raise
+        self.results[:] = judge_together(self.results)
         if self.options.strict:
             self.results[:] = map(strictly, self.results)
         if self.results[0].status == "skipped":
