@@ -297,14 +297,14 @@ class _Parsed(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._in_script == _DATA:
             self.data += data
-        elif self._in_script is not None and data not in (_NO_PLOTS, html.script()):
+        elif self._in_script is not None and data != html.script():
             self.foreign.append("script")
 
 
 _TAGS = re.compile(
     "html|head|meta|title|link|style|body|header|main|nav|section|div|p|span|a|b|i|code|pre|kbd|del|ins|h[1-5]|ul|li|"
     "dl|dt|dd|table|thead|tbody|tr|th|td|details|summary|figure|figcaption|form|label|input|select|option|output|"
-    "button|script"
+    "button|script|template"
 )
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from parity.ranks.layout import Parallel, Pipeline, Ranks, over
     from parity.recordings.recording import recording
+    from parity.report.verdicts import verdicts
     from parity.result import Finding, Result, TensorResult
     from parity.user_error import UserError
     from parity.weights.conversion import convert
@@ -70,6 +71,7 @@ __all__ = [
     "te",
     "transpose",
     "under",
+    "verdicts",
 ]
 
 _HOME = {
@@ -104,6 +106,7 @@ _HOME = {
     "suggest_map": "weights.suggest",
     "transpose": "case.weight_map",
     "under": "case.weight_map",
+    "verdicts": "report.verdicts",
 }
 
 

@@ -222,6 +222,10 @@ def explain_at(comparison: Comparison, diagnosis: float | None) -> Result:
     if diagnosis is None:
         return replace(result, notes=(*result.notes, NOT_SEARCHED))
     began = time.perf_counter()
+    # At the first failure, because most comparisons pass, but before the pair's changes of the process are watched:
+    # this imports scipy.optimize, which changes the filters of warnings.
+    import parity.search.explanation  # noqa: F401
+
     with usual_modes(), undisturbed(mixed(result.seed, "the search")) as disturbed:
         explained = catching(lambda: _explain_in_parts(comparison, diagnosis), partial(without_cause, result))
     explained = as_printable(with_side_effect_notes(explained, disturbed))
@@ -663,7 +667,7 @@ def _explain_failure(comparison: Comparison, seconds: float) -> Result:
 
 def _search_for_cause(comparison: Comparison, seconds: float) -> Result:
     """Return a failure with its findings and the notes of the search, which may take ``seconds`` of real time."""
-    from parity.search.explanation import explain  # imported at the first failure: most comparisons pass
+    from parity.search.explanation import explain
     from parity.search.failure import Failure
 
     request, prepared, candidate = comparison.request, comparison.prepared, comparison.candidate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
@@ -27,6 +28,8 @@ Switch = Literal[
     "compile",
     "offload",
 ]
+UNDECLARED = "pair"
+"""The path of a pair of modules that no file declares."""
 DeviceError = Literal["", "out of memory", "broken"]
 
 
@@ -436,6 +439,14 @@ class Result:
         names = ", ".join(finding.name for finding in self.findings)
         return f"<Result {self.item}, seed {self.seed}: {self.status}, {told}{names and f'; {names}'}>"
 
+    def explain(self) -> str:
+        """Return the verdict in words: what is wrong, where and why, with the evidence, or what a pass leaves open."""
+        return str(_load_reports().explain(self))
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show: the verdict in words, and where the worst tensor errs."""
+        return str(_load_reports().draw(self))
+
     @property
     def passed(self) -> bool:
         """Return whether every tensor stayed within its tolerance; never true for a skip or an error."""
@@ -460,6 +471,11 @@ class Result:
     def item(self) -> str:
         """``layernorm_mlp_swiglu[bf16-2x1024x512]``: the id without its file."""
         return item_name(self.case, self.precision, self.size_label, self.forced_attention)
+
+
+def _load_reports() -> Any:
+    """Return what explains results. Results need it only when somebody looks at one; it is built from them."""
+    return importlib.import_module("parity.report.explained")
 
 
 def strictly(result: Result) -> Result:

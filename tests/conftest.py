@@ -77,14 +77,30 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def forgets_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget the pairs and modules of files that the test wrote: another test may give its own the same names."""
+    before = set(sys.modules)
+    declared = _list_declared()
+    yield
+    written = tmp_path_factory.getbasetemp()
+    for name in set(sys.modules) - before:
+        if written in Path(getattr(sys.modules[name], "__file__", None) or "").parents:
+            del sys.modules[name]
+    now = _list_declared()
+    kept = [case for case in now if case in declared or written not in case.path.parents]
+    if len(kept) < len(now):
+        sys.modules["parity.case.registry"].restore(kept)
+
+
+def _list_declared() -> list[Any]:
+    registry = sys.modules.get("parity.case.registry")
+    return registry.cases() if registry is not None else []
+
+
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace the plugin's comparison with a stand-in, and forget the pairs that the test declares."""
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the plugin's comparison with a stand-in."""
     import fakes
 
-    from parity.case import registry
-
     fakes.install(monkeypatch)
-    declared = registry.cases()
-    yield
-    registry.restore(declared)

@@ -21,7 +21,7 @@ from parity.case.map_check import share_memory_alike
 from parity.case.patterns import expanded, has_patterns
 from parity.case.weight_map import WeightMap
 from parity.ranks.layout import IN_ONE_PROCESS, WHOLE, Degrees, Parallel, Ranks
-from parity.result import Switch
+from parity.result import UNDECLARED, Switch
 from parity.settings import MOST_STEPS
 from parity.te import Precision
 from parity.te.attention_backend import AttentionBackend
@@ -287,7 +287,7 @@ def as_case(pair: Case | Pair) -> Case:
         return pair
     if not isinstance(pair, Pair):
         raise UserError(f"expected a parity.Pair or a function decorated with @parity.pair, not {type(pair).__name__}")
-    return Case("pair", lambda te: _copy_pair(pair), sizes=({},), vary_constants=False, path=Path("pair"))
+    return Case("pair", lambda te: _copy_pair(pair), sizes=({},), vary_constants=False, path=Path(UNDECLARED))
 
 
 def _copy_pair(pair: Pair) -> Pair:

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -95,6 +96,7 @@ def run(
     ci: Annotated[str | None, typer.Option(help="junit, summary, annotations; all or none [all].")] = None,
     strict: Annotated[bool | None, typer.Option(help="Skips, and comparisons that prove nothing, fail.")] = None,
     unwritten: Annotated[bool, typer.Option(help="Run candidates again, their memory full of NaN.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, all else to stderr.")] = False,
 ) -> None:
     """Compare pairs and write a report. The exit code is 1 if one fails, or has regressed since a baseline."""
     from parity.cli import suite
@@ -121,7 +123,10 @@ def run(
     arguments += [] if unwritten else ["--parity-unwritten=no"]
     arguments += [] if strict is None else [f"--parity-strict={'yes' if strict else 'no'}"]
     is_own = context.obj == OWN_PROCESS
-    raise typer.Exit(suite.run_in_this_process(files, arguments, workers) if is_own else suite.run(files, arguments))
+    with suite.verdicts_on_stdout(json) as further:
+        arguments += further
+        code = suite.run_in_this_process(files, arguments, workers) if is_own else suite.run(files, arguments)
+    raise typer.Exit(code)
 
 
 @add_command(
@@ -184,6 +189,36 @@ def coverage(
 
     accepted = missed.print_missed(target, size, seed, parse_precision(precision), backend)
     raise typer.Exit(1 if strict and not accepted else 0)
+
+
+@add_command(
+    app,
+    "parity card my_pairs.py::llama -p bf16,fp8_current",
+    "parity card llama.card.yaml --check",
+)
+def card(
+    target: Annotated[str, typer.Argument(help="FILE::PAIR, FILE if it declares one, or a card to check.")],
+    precision: Precisions = None,
+    seeds: Annotated[str, typer.Option(help="3 means seeds 0 to 2; 0,3,7 lists them.")] = "3",
+    output: Annotated[Path | None, typer.Option("-o", "--out", help="The card [PAIR.card.yaml].")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare again what a card says: what has changed?")] = False,
+    coverage: Annotated[bool, typer.Option(help="Tell which known mistakes would have passed.")] = True,
+    backend: BackendName = "auto",
+) -> None:
+    """Write down what comparisons of a pair prove, as YAML and as a page, to be committed beside the model.
+
+    The exit code is 1 if something fails or, with --check, if something is worse than the card says.
+    """
+    from parity.cli import cards
+    from parity.plugin.options import parse_precisions, parse_seeds
+    from parity.settings import PRECISION_NAMES
+
+    if check:
+        if precision or output:
+            raise UserError("--check compares what the card says; leave out -p and -o")
+        raise typer.Exit(0 if cards.check(Path(target), backend) else 1)
+    chosen = parse_precisions(",".join(precision or ()), "-p") or PRECISION_NAMES
+    raise typer.Exit(0 if cards.write(target, chosen, parse_seeds(seeds, "--seeds"), backend, output, coverage) else 1)
 
 
 @add_command(
@@ -418,6 +453,7 @@ def report(
     file: Annotated[str, typer.Argument(help="The JSON lines that a run wrote, an earlier run's number, a baseline.")],
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,
     against: Annotated[str | None, typer.Option(help="An older run or a baseline: draw what changed since.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON instead.")] = False,
 ) -> None:
     """Draw the report of a run again, or what changed.
 
@@ -427,9 +463,23 @@ def report(
     from parity.report.earlier import find
 
     found = find(file, Path(), "FILE")
+    if json:
+        if against is not None or output is not None:
+            raise UserError("--json prints the verdicts of one run; leave out -o and --against")
+        raise typer.Exit(0 if reports.print_verdicts(found) else 1)
     older = None if against is None else find(against, Path(), "--against")
     passed = reports.draw(found, output) if older is None else reports.compare(found, older, output)
     raise typer.Exit(0 if passed else 1)
+
+
+@add_command(
+    app,
+    "parity guide",
+    "parity guide > SKILL.md",
+)
+def guide() -> None:
+    """Print how to port to TransformerEngine with te-parity: one page for newcomers, and a skill for coding agents."""
+    print((resources.files("parity") / "SKILL.md").read_text(encoding="utf-8"), end="")
 
 
 @add_command(

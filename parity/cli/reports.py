@@ -15,6 +15,7 @@ from parity.report import changes, failure, html, markdown, record
 from parity.report.markdown import digest
 from parity.report.numbers import plural
 from parity.report.record import Record
+from parity.report.verdicts import of_record
 from parity.user_error import UserError
 from parity.weights.suggest import suggest_map
 from parity.weights.suggest.proposal import explain, python, python_over_ranks
@@ -46,6 +47,19 @@ def draw(file: Path, output: Path | None) -> bool:
         print(f"{'page' if _is_html(target) else 'report'}: {target}")
     _end_if_damaged({file: read})
     return run.complete and not run.failed and not run.skips
+
+
+def print_verdicts(file: Path) -> bool:
+    """Print the verdicts of a run as JSON, and return whether the run is complete and everything in it passed.
+
+    Raises:
+        UserError: if the record cannot be read, or, after the verdicts were printed, if lines of it were left out.
+    """
+    read = _read_record(file)
+    verdicts = of_record(read)
+    print(verdicts.model_dump_json(indent=2))
+    _end_if_damaged({file: read})
+    return verdicts.passed
 
 
 def compare(file: Path, older: Path, output: Path | None) -> bool:

@@ -6,6 +6,7 @@ import io
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import metadata, util
@@ -330,6 +331,24 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return PASSED if code == pytest.ExitCode.OK else FAILED
     return MISTAKE
+
+
+@contextmanager
+def verdicts_on_stdout(wanted: bool) -> Iterator[list[str]]:
+    """Yield further arguments for a run, whose verdicts are printed as JSON at the end and all else to stderr.
+
+    Args:
+        wanted: whether the verdicts are wanted; if not, nothing is changed.
+    """
+    if not wanted:
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        file = Path(folder, "verdicts.json")
+        with redirect_stdout(sys.stderr):
+            yield [f"--parity-json={file}"]
+        if file.exists():
+            print(file.read_text(encoding="utf-8"))
 
 
 def run_in_this_process(files: Sequence[str], arguments: Sequence[str], processes: str) -> int:

@@ -488,8 +488,8 @@ def norm_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
             yield Hypothesis(
                 "norm-order",
                 f"query and key norms {wrong} the rotation",
-                f"give TE qk_norm_before_rope={right == 'before'}; the port scales queries and keys by their norms' "
-                f"weights {wrong} the rotation, the reference {right} it",
+                f"normalize queries and keys {right} the rotation, as the reference does (TE's layers do it with "
+                f"qk_norm_before_rope={right == 'before'}); the port scales them by their norms' weights {wrong} it",
                 tuple(chain.from_iterable(edits)),
             )
 

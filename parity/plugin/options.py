@@ -162,6 +162,7 @@ class Options:
         keep_runs: how many earlier runs of the same name are kept.
         ci: the kinds of output for a CI system, a subset of ``CI``.
         strict: whether an item that is skipped, or whose comparison proves nothing, is an error.
+        json: the file for the verdicts as one JSON document; None for none.
     """
 
     precisions: tuple[str, ...] | None
@@ -186,6 +187,7 @@ class Options:
     keep_runs: int = 20
     ci: frozenset[str] = frozenset()
     strict: bool = False
+    json: Path | None = None
 
     @property
     def record(self) -> Path:
@@ -245,6 +247,7 @@ _DECLARED = (
     ("keep-runs", "20", "N", "how many earlier runs of the same name are kept in DIR/runs (default: 20)"),
     ("ci", "all", "all|none|P,P", "output for CI systems: junit, summary, annotations (default: all)"),
     ("strict", "no", "yes|no", "items that are skipped, or whose comparison proves nothing, are errors (default: no)"),
+    ("json", "", "FILE", "write the verdicts as one JSON document, see docs/commands.md (default: none)"),
     ("engine", "local", "local|ray|NAME", "compare here, on a Ray cluster, or by an installed engine (default: local)"),
     (
         "address",
@@ -326,6 +329,7 @@ def read(config: pytest.Config) -> Options:
         keep_runs=parse_keep_runs(value("keep-runs"), "--parity-keep-runs"),
         ci=parse_ci(value("ci"), "--parity-ci"),
         strict=_parse_yes("strict", value("strict")),
+        json=start / value("json") if value("json") else None,
     )
 
 
@@ -405,6 +409,8 @@ def check_files(options: Options) -> None:
     """
     for file in (options.record, options.report):
         check_file(file, "--parity-report")
+    if options.json is not None:
+        check_file(options.json, "--parity-json")
     if options.calibration is not None:
         check_calibration(options.calibration, "--parity-calibration")
     if options.save_as:

@@ -278,6 +278,8 @@ class Recorder:
                 )
                 return
         self._try_to_write(lambda: files.replace(self._page, html.draw(digest, self._name)))
+        if (target := self._options.json) is not None:
+            self._try_to_write(lambda: files.replace(target, draw_verdicts(self._record)))
         if self._options.save_as:
             self._try_to_write(
                 lambda: self._add_to_summary(keep_baseline(self._options, self._record, digest.complete))
@@ -362,6 +364,14 @@ class Recorder:
         if self._unwritten:
             files.replace(folder / self._record.name, written + record.data("".join(self._unwritten)))
             self._record = folder / self._record.name
+
+
+def draw_verdicts(record: Path) -> str:
+    """Return the verdicts of a run as JSON."""
+    from parity.report.record import read
+    from parity.report.verdicts import of_record
+
+    return of_record(read(record)).model_dump_json(indent=2)
 
 
 # Keep a run's record as a baseline, and tell at the end of a run what has changed since one.

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from parity import shown
 from parity.report.numbers import cosine, plural, ratio, seeds, short
 from parity.report.record import Item
-from parity.result import Check, Finding, Kind, Result, TensorResult
+from parity.result import UNDECLARED, Check, Finding, Kind, Result, TensorResult
 
 # The message about a failed item: what is wrong, why, the evidence, and how to run it again.
 
@@ -43,7 +43,8 @@ def message(item: Item, details: bool = False, limits: str = "") -> str:
     lines = [*causes_and_figures(item)]
     if details and item.worst.traceback:
         lines.append(item.worst.traceback)
-    return shown.text("\n".join([*lines, f"reproduce: {_as_here()}{reproduce(item.worst, limits)}"]))
+    command = reproduce(item.worst, limits)
+    return shown.text("\n".join([*lines, *([f"reproduce: {_as_here()}{command}"] if command else [])]))
 
 
 def describe_verdict(name: str, result: Result) -> str:
@@ -233,10 +234,14 @@ def findings(item: Item) -> list[Finding]:
 def reproduce(result: Result, limits: str = "") -> str:
     """Return the command, on one line, that runs only this comparison without replacing the whole run's report.
 
+    It is empty if no file declares the pair, as for modules that were given to ``parity.compare``.
+
     Args:
         result: the comparison's result.
         limits: the file of the table of limits; empty for the packaged one.
     """
+    if result.path == UNDECLARED:
+        return ""
     node_id = f"{result.path}::{result.item}"
     words = ["pytest", f"./{node_id}" if node_id.startswith(("-", "@")) else node_id, f"--parity-seeds={result.seed},"]
     words += [f"--parity-backend={result.backend}", "--parity-name=reproduce"]

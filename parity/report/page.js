@@ -256,7 +256,17 @@
       if (isIntersecting) { watcher.unobserve(target); drawOne(target); }
     }
   }, { rootMargin: "300px" });
-  for (const element of find("[data-plot]")) watcher.observe(element);
+  // The plotting library is compressed; once it is unpacked, the page's policy accepts it by its hash.
+  const packed = byId("library").content.textContent;
+  const unpack = async () => {
+    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+    const text = new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+    const library = document.createElement("script");
+    library.textContent = await text;
+    document.head.append(library);
+    for (const element of find("[data-plot]")) watcher.observe(element);
+  };
+  if (packed) unpack();
   addEventListener("beforeprint", () => find("details[open] [data-plot]").filter((one) => one.offsetParent && !drawn.has(one)).forEach(drawOne));
 
   // The first failures are open from the start.

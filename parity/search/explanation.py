@@ -622,8 +622,14 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
         # Mistakes with a meaning come first.
         for one in sorted(explanation.hypotheses, key=lambda one: one.scope == "call"):
             gains = _gains(explanation, failure.precision.name)
-            told = f"{_together(one, explanation)}{gains} if you {one.repair}{doubt}"
+            told = f"{_together(one, explanation)}{gains} if you {one.repair}{_in_code_instead(one)}{doubt}"
             yield finding(one.title, told, sure=not doubt, repair=one.repair, code=one.code)
+
+
+def _in_code_instead(one: Hypothesis) -> str:
+    """Say that another entry of the map has the same effect as code that exchanges what the entry gives."""
+    is_of_the_map = one.read is not None and bool(one.code.now)
+    return "; if the map says what you mean, the port's code uses these parameters otherwise" if is_of_the_map else ""
 
 
 def _gains(explanation: Explanation, precision: str) -> str:
@@ -651,8 +657,8 @@ def _too_much(explanation: Explanation, failure: Failure) -> str:
     """
     if explanation.misfit <= FAITHFUL or few_outputs(failure):
         return ""
-    left = f"{explanation.misfit:.3g} times the normal error of {failure.precision.name}"
-    return f"; {left} is left, so this may not be quite the mistake"
+    left = f"the error of all tensors together is still {explanation.misfit:.3g} times the normal one"
+    return f"; {left}, so this may not be quite the mistake"
 
 
 def _as_any_two(explanation: Explanation, failure: Failure) -> str:

@@ -39,8 +39,10 @@ FILE = """
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     """Forget the precisions that a test declares."""
+    before = dict(DECLARED)
     yield
     DECLARED.clear()
+    DECLARED.update(before)
 
 
 def file_in(folder: Path, arguments: str = "") -> Path:

@@ -6,6 +6,7 @@ Most commands run in this process. Tests about processes, and of the commands th
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
@@ -126,8 +127,12 @@ class Here:
 
     def run(self, *arguments: str) -> int:
         code = suite.run([self.file], ["-p", "no:hypothesispytest", *arguments])
-        self.stdout, self.stderr = self._capsys.readouterr()
+        self.stdout, self.stderr = self.read()
         return code
+
+    def read(self) -> tuple[str, str]:
+        """Return what has been printed since the last time."""
+        return tuple(self._capsys.readouterr())
 
 
 @pytest.fixture
@@ -309,6 +314,17 @@ def test_failed_parity_is_code_1(here: Here) -> None:
     assert here.stderr == ""
 
 
+def test_verdicts_as_json_are_all_that_standard_output_gets(here: Here) -> None:
+    here.write(FITS.replace("my_linear", "fails") + FITS)
+    with suite.verdicts_on_stdout(True) as further:
+        code = suite.run([here.file], ["-p", "no:hypothesispytest", *further])
+    out, err = here.read()
+    assert code == 1
+    verdicts = json.loads(out)["verdicts"]
+    assert {verdict["pair"]: verdict["status"] for verdict in verdicts} == {"fails": "failed", "my_linear": "passed"}
+    assert "2 of 4 items failed" in err
+
+
 def test_the_end_of_a_run_is_one_screen_with_a_line_for_each_failure(here: Here) -> None:
     here.write(FITS.replace("my_linear", "fails") + FITS)
     assert here.run() == 1
@@ -374,6 +390,11 @@ def test_a_full_disk_behind_the_output_ends_in_a_sentence_and_code_2() -> None:
         command = [sys.executable, "-m", "parity", "--help"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "parity: No space left on device: the output ends here\n")
+
+
+def test_guide_prints_the_skill_that_is_installed(command: Command) -> None:
+    done = command("guide")
+    assert (done.returncode, done.stdout) == (0, (Path(cli.__file__).parents[1] / "SKILL.md").read_text())
 
 
 def test_list_shows_cases_without_te(tmp_path: Path) -> None:
@@ -647,6 +668,16 @@ def test_a_record_is_drawn_again_beside_it(report: Command) -> None:
     assert "1 of 1 item passed" in done.stdout
     assert "note of 1 item: no TE" in done.stdout
     assert Path("night.md").read_text().startswith("# Parity report: night\n")
+
+
+def test_the_verdicts_of_a_record_are_printed_as_json(report: Command) -> None:
+    write_record("night.jsonl", result())
+    done = report("night.jsonl", "--json")
+    assert json.loads(done.stdout)["passed"] is True
+    assert_mistake(
+        report("night.jsonl", "--json", "-o", "x.md"),
+        "--json prints the verdicts of one run; leave out -o and --against",
+    )
 
 
 def test_a_record_of_a_run_that_failed_ends_with_code_1_as_the_run_did(report: Command) -> None:

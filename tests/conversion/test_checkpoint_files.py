@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch.utils.serialization import config
 from typer.testing import CliRunner
 
-from parity.case import registry
 from parity.cli import app
 from parity.machine import files
 from parity.user_error import UserError
@@ -333,14 +332,12 @@ MODEL = {"model.0.weight": torch.full((32,), 0.3), "model.1.weight": torch.randn
 def command(tmp_path):
     (tmp_path / "conversion_pairs.py").write_text(PAIR)
     save_file(MODEL, tmp_path / "model.safetensors")
-    declared = registry.cases()
 
     def run(*arguments: str, source: str = "model.safetensors", destination: str = "te.safetensors"):
         pair, files = tmp_path / "conversion_pairs.py", (tmp_path / source, tmp_path / destination)
         return CliRunner().invoke(app, ["convert", str(pair), *map(str, files), *arguments])
 
-    yield run
-    registry.restore(declared)
+    return run
 
 
 def test_the_command_writes_te_s_checkpoint_and_says_what_rounding_lost(command, tmp_path):
@@ -451,15 +448,13 @@ def convert(tmp_path, monkeypatch):
     for name in ("config.json", "tokenizer.json", "vocabulary.txt"):
         (folder / name).write_text(name)
     (folder / "onnx").mkdir()
-    declared = registry.cases()
 
     def run(*arguments: str):
         ended = CliRunner().invoke(app, ["convert", "tied_pairs.py", *arguments])
         assert ended.exit_code == 0, ended.exception
         return ended.stdout
 
-    yield run
-    registry.restore(declared)
+    return run
 
 
 def test_a_tied_model_is_written_back_with_the_keys_of_the_original_and_what_was_lost_is_said(convert):

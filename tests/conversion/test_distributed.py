@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from typer.testing import CliRunner
 
-from parity.case import registry
 from parity.cli import app
 from parity.user_error import UserError
 from parity.weights.conversion import checkpoint
@@ -36,10 +35,8 @@ PAIR = """
 
 @pytest.fixture
 def pair(tmp_path):
-    declared = registry.cases()
     (tmp_path / "pairs.py").write_text(PAIR.replace("\n    ", "\n"))
-    yield tmp_path / "pairs.py"
-    registry.restore(declared)
+    return tmp_path / "pairs.py"
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

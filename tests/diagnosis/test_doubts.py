@@ -16,6 +16,7 @@ import parity
 from parity.mistakes.alternatives import is_written, written_near
 from parity.mistakes.hypothesis import Hypothesis
 from parity.numerics.freedom import FUSED, UNFUSED
+from parity.result import Code
 from parity.search import in_full
 from parity.search.explanation import _told
 from parity.search.in_full import Explanation
@@ -41,7 +42,10 @@ def explanation(title: str, left: float | None = None, value: float | None = Non
         ([explanation("norm-eps", value=4.2e-6)], ["4.2e-06 is an unusual value"]),
         ([explanation("norm-eps", left=3.0)], ["d weight is still 3 times its limit then"]),
         ([explanation("norm-eps", left=float("inf"))], ["d weight is still not finite then"]),
-        ([explanation("norm-eps", misfit=1.3)], ["1.3 times the normal error of bf16 is left"]),
+        (
+            [explanation("norm-eps", misfit=1.3)],
+            ["the error of all tensors together is still 1.3 times the normal one"],
+        ),
         (
             [explanation("norm-eps"), explanation("factor")],
             ["PAR256 factor explains it equally well", "norm-eps explains it equally well"],
@@ -57,6 +61,23 @@ def test_a_finding_says_what_speaks_against_it(explained, doubts):
     for one, doubt in zip(told, doubts, strict=True):
         assert doubt in one.message
         assert one.name.endswith("(perhaps)") == bool(doubt)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_told"),
+    [
+        ({"read": lambda weights: weights, "code": Code(('"a": "b"',), ('"a": "c"',))}, True),
+        ({"read": lambda weights: weights}, False),
+        ({"code": Code(("eps=1",), ("eps=2",))}, False),
+    ],
+)
+def test_another_entry_of_the_map_has_the_effect_of_code_that_exchanges_what_it_gives(changed, is_told):
+    one = replace(explanation("key-value-swapped").hypotheses[0], **changed)
+    golden = {("output", "output"): torch.zeros(4, 64)}
+    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden)
+    (told,) = _told([replace(explanation("key-value-swapped"), hypotheses=(one,))], failure)
+    assert told.sure
+    assert ("if the map says what you mean, the port's code uses" in told.message) == is_told
 
 
 @pytest.mark.parametrize(("numel", "error", "is_sure"), [(4096, 0.03, True), (4096, 0.019, False), (1, 0.3, False)])

@@ -105,13 +105,6 @@ PAIRS = """
 """
 
 
-@pytest.fixture(autouse=True)
-def _no_pairs_stay():
-    before = registry.cases()
-    yield
-    registry.restore(before)
-
-
 def test_a_port_that_raises_is_left_out_and_told_and_the_others_are_measured(tmp_path):
     file = tmp_path / "pairs_to_calibrate.py"
     file.write_text(textwrap.dedent(PAIRS))

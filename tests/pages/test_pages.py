@@ -27,7 +27,7 @@ from parity.cli import app
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "parity" / "SKILL.md", *sorted((ROOT / "docs").glob("*.md"))]
 IN_ORDER = ROOT / "docs" / "whole-model.md"  # whose files and commands test_whole_model.py runs
 LAYER = ROOT / "docs" / "port-a-layer.md"  # which other pages import as ``my_layer``
 

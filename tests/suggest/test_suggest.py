@@ -15,7 +15,7 @@ from hf_models import FalconLayer, FusedMixtralBlock, GPT2Layer, LlamaLayer, Mix
 from torch import Tensor, nn
 
 import parity
-from parity.case import registry, transfer
+from parity.case import transfer
 from parity.cli import reports, suite
 from parity.weights.suggest import Suggestion
 from parity.weights.suggest.proposal import explain, python
@@ -501,9 +501,7 @@ def test_a_hint_is_printed_before_the_map(tmp_path, capsys):
             return parity.Pair(nn.RMSNorm(64), te.LayerNorm(64), lambda rng: rng.normal(16, 64))
     """
     (tmp_path / "hinted_pairs.py").write_text(textwrap.dedent(text))
-    declared = registry.cases()
     settled = reports.suggest(str(tmp_path / "hinted_pairs.py"), 0, 0, "cpu", keep=True, max_runs=10)
-    registry.restore(declared)
     told = capsys.readouterr().out
     assert not settled
     assert 0 < told.index('normalization="RMSNorm"') < told.index("weights={")

@@ -17,6 +17,7 @@ from parity.cli.ports import declared_pairs
 from parity.measuring import record
 from parity.measuring.record import Campaign, FourDigits
 from parity.ports import pages, reading, writing
+from parity.ports.form import Form
 from parity.result import Result
 from parity.te import PRECISIONS, Backend
 from parity.user_error import UserError
@@ -103,17 +104,21 @@ def _list_trials(settings: Settings) -> list[Trial]:
     return right + wrong
 
 
-def _judge_trial(one: Trial) -> Said:
-    """Write the port, plant the mistake, and compare; ``not planted`` if the mistake fits nowhere."""
+def write_port(one: Trial) -> tuple[str, Form, bool]:
+    """Return the text of a port with its mistake, the model's form, and whether the mistake fits, if there is one."""
     config = reading.load_config(one.model)
     for name, value in _SET.get(one.model, {}).items():
         setattr(config, name, value)
-    text, form = writing.write(config)
-    if one.bug:
-        bug = next(bug for bug in BUGS if bug.name == one.bug)
-        text, right = bug.plant(text), text
-        if text == right:
-            return Said((), 0.0, (), "not planted")
+    right, form = writing.write(config)
+    text = next((bug.plant(right) for bug in BUGS if bug.name == one.bug), right)
+    return text, form, not one.bug or text != right
+
+
+def _judge_trial(one: Trial) -> Said:
+    """Write the port, plant the mistake, and compare; ``not planted`` if the mistake fits nowhere."""
+    text, form, is_planted = write_port(one)
+    if not is_planted:
+        return Said((), 0.0, (), "not planted")
     try:
         results = list(_compare_pairs(text, form.kind, one))
     except UserError as error:
