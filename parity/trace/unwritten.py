@@ -47,7 +47,8 @@ class Filled(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = args[0].numel() if func is torch.ops.aten.resize_.default else 0
         made = func(*args, **(kwargs or {}))
-        if type(made) is Tensor and func.overloadpacket.__name__ in _ALLOCATE:
+        is_plain = type(made) is Tensor and made.layout is torch.strided
+        if is_plain and func.overloadpacket.__name__ in _ALLOCATE:
             self._fill_new(made.view(-1)[before:] if before else made)
         return made
 
