@@ -15,6 +15,7 @@ from parity.case.recipes import name_precisions
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import Table, packaged
+from parity.judge.over_seeds import judge_together
 from parity.judge.request import Request
 from parity.ranks.layout import degrees
 from parity.result import Result, Switch
@@ -101,6 +102,7 @@ def compare(
     steps: int = 0,
     switch: Switch = "",
     ranks: Mapping[str, int] | None = None,
+    unwritten: bool = True,
 ) -> list[Result]:
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
@@ -128,6 +130,8 @@ def compare(
         ranks: how many ranks compute the candidate together, such as ``dict(tp=2)``: degrees of ``tp``, ``cp``, ``ep``
             and ``dp``, and ``sequence_parallel``. The pair's function is then called with ``ranks=``. None for one
             process.
+        unwritten: whether to run the candidate again with all memory that it allocates full of NaN, which shows whether
+            it reads memory that nothing has written.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.
@@ -140,7 +144,7 @@ def compare(
     chosen = [precision_named(name) for name in checked_precisions(precisions) if case.runs_at(name)]
     seeds = checked_seeds(seeds)
     checked_choice(attention)
-    check_kinds(backend, calibration, determinism=determinism, stages=stages)
+    check_kinds(backend, calibration, determinism=determinism, stages=stages, unwritten=unwritten)
     diagnosis = checked_diagnosis(diagnose, diagnosis_seconds)
     checked_steps(steps)
     checked_switches([switch] if switch else [], steps)
@@ -163,7 +167,7 @@ def compare(
             from parity.trainings.parallel import compare_over_ranks_at
 
             return compare_over_ranks_at(*at, made, forced, diagnosis)
-        result = compare_at(*at, forced, determinism, diagnosis, stages)
+        result = compare_at(*at, forced, determinism, diagnosis, stages, unwritten)
         if not case.invariance:
             return result
         from parity.invariance import check_invariance_at
@@ -171,9 +175,9 @@ def compare(
         return check_invariance_at(Request(*at, forced), result)
 
     return [
-        judged(checked, precision, forced, seed)
+        result
         for checked in check_case(case, kernels.te)
         for precision in chosen
         for forced in attention_of(case, checked, attention)
-        for seed in seeds
+        for result in judge_together([judged(checked, precision, forced, seed) for seed in seeds])
     ]

@@ -16,7 +16,7 @@ from torch import nn
 from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
 from parity.judge import pictures
-from parity.judge.candidate import TeModules, by_recalling, finding_of_recalled, repeat
+from parity.judge.candidate import TeModules, by_recalling, finding_of_recalled, repeat, unwritten_reads
 from parity.judge.directions import Direction, directions
 from parity.judge.formats import describe_mixed, findings_of_formats
 from parity.judge.judge import (
@@ -29,6 +29,7 @@ from parity.judge.judge import (
     merged,
     parts,
     parts_known,
+    zeroed_gradients,
 )
 from parity.judge.limits import Table
 from parity.judge.pictures import log_prob_outputs, pictured
@@ -51,6 +52,7 @@ from parity.passes.all_passes import (
     run_candidate,
     run_model,
 )
+from parity.passes.golden_again import check_golden_again
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass
 from parity.passes.prepare import Prepared, forget, part_that_raised, prepare, release, reweighed
@@ -64,7 +66,7 @@ from parity.passes.refusals import (
     proves_nothing,
     remarks,
 )
-from parity.result import PROBED, REWEIGHED, Kind, Result, TensorResult, as_printable
+from parity.result import PROBED, REWEIGHED, Finding, Kind, Result, TensorResult, as_printable
 from parity.shown import raised, said
 from parity.stages.locate import Stages, judge_stages
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
@@ -156,6 +158,7 @@ def compare_at(
     determinism: bool = False,
     diagnosis: float | None = 0.0,
     stages: bool = False,
+    unwritten: bool = True,
 ) -> Result:
     """Compare a case at one size, precision and seed, and search for the cause if it fails.
 
@@ -165,8 +168,10 @@ def compare_at(
         diagnosis: seconds of real time that the search may take; 0 for no limit, with which it finds the same on every
             machine; None for no search.
         stages: whether a port that passes is judged stage by stage as well.
+        unwritten: whether a candidate that reads memory which nothing has written fails; takes another pass.
     """
-    comparison = judge_at(case, checked, precision, seed, kernels, calibration, attention, determinism)
+    at = case, checked, precision, seed, kernels, calibration, attention, determinism
+    comparison = judge_at(*at, unwritten=unwritten)
     result = explain_at(comparison, diagnosis)
     return check_stages_at(comparison.request, result) if stages else result
 
@@ -183,6 +188,7 @@ def judge_at(
     other_kernels: bool = True,
     candidate_run: CandidateRun | None = None,
     on_progress: OnProgress = ignore_progress,
+    unwritten: bool = True,
 ) -> Comparison:
     """Take the first step of ``compare_at``: reach the verdict, which the search for the cause does not change.
 
@@ -194,7 +200,7 @@ def judge_at(
     """
     began = time.perf_counter()
     at = case, checked, precision, seed, kernels
-    request = Request(*at, calibration, attention, determinism, other_kernels, candidate_run, on_progress)
+    request = Request(*at, calibration, attention, determinism, other_kernels, candidate_run, on_progress, unwritten)
 
     def end_with_error(error: BaseException) -> Comparison:
         return Comparison(request).ended(error_result(request, error))
@@ -381,7 +387,7 @@ def judge_outputs(request: Request) -> Comparison:
     try:
         _judge_tensors(comparison)
         result = _decide_result(comparison)
-    except UserError as error:  # the table has no law for it
+    except UserError as error:  # the table has no law for it, or the reference differs from itself
         result = request.result("error", reason=said(error))
     candidate = comparison.candidate
     result = replace(
@@ -456,9 +462,9 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
     draws = not RandomState.now(kernels.device).is_as(before)
     again = partial(run_again, request, prepared)
     left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, again)
-    repeated = None
+    repeated, once_more = None, partial(again, recalled=Recalled())
     if request.determinism:
-        repeated = repeat(partial(again, recalled=Recalled()), candidate, before, kernels.device)
+        repeated = repeat(once_more, candidate, before, kernels.device)
     return CandidateRun(
         tensors=candidate,
         unreached=unreached,
@@ -473,6 +479,7 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
         misformatted=findings_of_formats(formats.rows, prepared.formats, precision, formats.roles),
         mixed=describe_mixed(formats.rows, prepared.formats, precision, formats.roles),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
+        unwritten=unwritten_reads(once_more, candidate, before, kernels.device) if request.unwritten else (),
         calls_te=checked.has_te or bool(te_called),
         equals="" if quantized else next(name for name, each in PRECISIONS.items() if each.dtype == precision.dtype),
         left_out=left_out,
@@ -525,13 +532,22 @@ def observe_port(request: Request, prepared: Prepared) -> Port:
 
 
 def _judge_tensors(comparison: Comparison) -> None:
-    """Judge every tensor, and look again at what fails or hangs on a choice."""
+    """Judge every tensor, and look again at what fails or hangs on a choice.
+
+    Raises:
+        NothingToJudge: if something fails, and the reference differs from itself.
+    """
     judge_by = partial(_judge_by, comparison, golden_truths(comparison.prepared))
-    comparison.tensors = judge_by(comparison.models)
+    try:
+        comparison.tensors = judge_by(comparison.models)
+    except Exception:  # golden may hold numbers that no arithmetic bears
+        _check_golden_again(comparison)
+        raise
     if comparison.passed:
         if rounding_chooses(comparison.prepared, comparison.request.precision.rounding):
             _rejudge_tensors(comparison, judge_by)
         return
+    _check_golden_again(comparison)
     comparison.request.on_progress(_provisional_failure(comparison), False)
 
     def keep_first_look(error: BaseException) -> None:
@@ -540,6 +556,12 @@ def _judge_tensors(comparison: Comparison) -> None:
 
     catching(lambda: _rejudge_tensors(comparison, judge_by), keep_first_look)
     comparison.request.on_progress(None if comparison.passed else _provisional_failure(comparison), True)
+
+
+def _check_golden_again(comparison: Comparison) -> None:
+    """Raise an error if the reference differs from itself, unless the candidate's pass is of another time or place."""
+    if comparison.request.candidate_run is None:
+        check_golden_again(comparison.prepared, comparison.request.kernels.device)
 
 
 def _judge_by(
@@ -624,13 +646,19 @@ def _decide_result(comparison: Comparison) -> Result:
             return request.result("error", reason=reason, notes=notes)
         if comparison.unlike:
             return request.result("error", reason=comparison.unlike, notes=notes)
-        unseen = candidate.observed + numbers + by_recalling(candidate.recalled, tensors)
+        unseen = candidate.observed + _find_zeroed(comparison) + numbers + by_recalling(candidate.recalled, tensors)
         if unseen:
             return request.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes)
         return request.result("passed", tensors=tensors, notes=notes)
     notes += tuple(filter(None, [comparison.unlike, *(number.message for number in numbers)]))
-    comparison.needs_cause = not candidate.misformatted  # else the expected errors are those of other formats
+    # Else the expected errors are those of other formats, or chance decides the numbers.
+    comparison.needs_cause = not (candidate.misformatted or candidate.unwritten)
     return request.result("failed", tensors=tensors, findings=candidate.observed, notes=notes)
+
+
+def _find_zeroed(comparison: Comparison) -> tuple[Finding, ...]:
+    golden, candidate = golden_tensors(comparison.prepared), comparison.candidate.tensors
+    return zeroed_gradients(comparison.tensors, golden, comparison.models, candidate)
 
 
 def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> Iterator[str]:
@@ -696,7 +724,10 @@ def _search_for_cause(comparison: Comparison, seconds: float) -> Result:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from references that are wrong on purpose
         found, notes = explain(failure, missed, comparison.known, seconds)
-    return replace(result, findings=candidate.observed + found, notes=(*result.notes, *notes))
+    explained = replace(result, findings=candidate.observed + found, notes=(*result.notes, *notes))
+    if is_explained(explained):
+        return explained
+    return replace(explained, findings=_find_zeroed(comparison) + explained.findings)
 
 
 def _to_explain(

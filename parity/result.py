@@ -140,7 +140,8 @@ class Check:
         value: the candidate's value; its sign, if it has one, gives a direction.
         limit: the bound on the value's magnitude, which a faithful port exceeds with a known, small probability.
         where: the worst place, or the mistake that the error resembles; empty if there is none to name.
-        coefficient: how much of that mistake's change the error contains; about 1 if the mistake was made.
+        coefficient: how much of that mistake's change the error contains; about 1 if the mistake was made. For
+            ``gain``, how much of golden it contains, beyond what the model's error does: a relative bias.
     """
 
     statistic: str

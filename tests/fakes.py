@@ -284,6 +284,7 @@ def judge_at(
     attention: AttentionBackend | None = None,
     determinism: bool = False,
     on_progress: OnProgress = ignore_progress,
+    unwritten: bool = True,
 ) -> Judged:
     """Return the result that the case's name chooses; FP8 is not available here."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu")

@@ -96,6 +96,7 @@ def run(
     keep_runs: Annotated[str | None, typer.Option(help="How many earlier runs are kept [20].")] = None,
     ci: Annotated[str | None, typer.Option(help="junit, summary, annotations; all or none [all].")] = None,
     strict: Annotated[bool | None, typer.Option(help="Skips, and comparisons that prove nothing, fail.")] = None,
+    unwritten: Annotated[bool, typer.Option(help="Run candidates again, their memory full of NaN.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, all else to stderr.")] = False,
 ) -> None:
     """Compare pairs and write a report. The exit code is 1 if one fails, or has regressed since a baseline."""
@@ -122,6 +123,7 @@ def run(
     files = suite.files(paths)
     workers = workers or suite.workers_of_project(files)
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
+    arguments += [] if unwritten else ["--parity-unwritten=no"]
     arguments += [] if strict is None else [f"--parity-strict={'yes' if strict else 'no'}"]
     is_own = context.obj == OWN_PROCESS
     with suite.verdicts_on_stdout(json) as further:

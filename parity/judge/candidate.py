@@ -6,7 +6,7 @@ Check whether it is deterministic, whether it remembers earlier calls, and which
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ from parity.te import emulation
 from parity.te.seen_formats import NAME_MARK
 from parity.trace.digests import Trace, as_bytes, first_difference
 from parity.trace.effects import RandomState, kept, other_numbers
+from parity.trace.unwritten import Filled, lines_read
 from parity.trace.whose import is_in_call, is_te, line_running, watching_calls
 
 # Does a candidate that is built again return the same bytes, and if not, where does it first differ?
@@ -77,6 +78,69 @@ def _locate_difference(run: Run, before: RandomState, device: torch.device) -> s
         if place:
             return place
     return ""
+
+
+# Does a candidate read memory that it has not written?
+
+
+def unwritten_reads(run: Run, first: Tensors, before: RandomState, device: torch.device) -> tuple[Finding, ...]:
+    """Return a finding if the candidate's tensors depend on what is in the memory that it allocates.
+
+    One run is enough if memory full of NaN changes nothing. Otherwise, other runs tell whether it is the memory: the
+    same run must return the same bytes, and one with another constant in memory other bytes.
+
+    Args:
+        run, first, before, device: as for ``repeat``.
+    """
+
+    def run_filled(filled: Filled) -> Tensors | str:
+        before.restore(device)
+        with filled:
+            try:
+                return run(filled.watch)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # numbers that were never meant may make any code raise anything
+                return type(error).__name__
+
+    def is_read(places: Collection[str]) -> bool:
+        return not _are_same(run_filled(Filled(places.__contains__)), quiet)
+
+    with kept(device):
+        loud = run_filled(Filled())
+        if _are_same(first, loud):
+            return ()
+        filled = Filled(lambda place: False)
+        quiet = run_filled(filled)
+        if _are_same(quiet, loud):
+            return ()
+        for _ in range(_ATTEMPTS - 1):  # a kernel that adds in any order does not differ every time
+            if not _are_same(loud, run_filled(Filled())) or is_read(()):
+                return ()
+        lines = lines_read(is_read, filled.places)
+    if not lines:
+        return ()
+    evidence = f"{_describe_change(quiet, loud)}; it was allocated at {'; and at '.join(lines)}"
+    return (repairable("unwritten-memory", evidence, _WRITE_FIRST),)
+
+
+_WRITE_FIRST = "write all of it before it is read (torch.zeros, copy_), or read only the part that was written"
+
+
+def _are_same(one: Tensors | str, other: Tensors | str) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return not _list_differing_tensors(one, other)
+
+
+def _describe_change(quiet: Tensors | str, loud: Tensors | str) -> str:
+    """Say what memory that is full of NaN does to a pass, compared with memory full of small numbers."""
+    what = "memory that nothing has written is read: if it holds NaN"
+    if isinstance(quiet, str) or isinstance(loud, str):
+        return f"{what} and not small numbers, the candidate raises {loud if isinstance(loud, str) else 'nothing'}"
+    labels = _list_differing_tensors(quiet, loud)
+    not_finite = sum(int((~x.isfinite() & quiet[key].isfinite()).sum()) for key, x in loud.items())
+    return f"{what}, {few_of(labels, _MOST_TOLD)} change, and {not_finite} numbers are no longer finite"
 
 
 # Does a candidate keep state between calls that its outputs depend on? No reference may.

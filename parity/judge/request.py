@@ -40,6 +40,7 @@ class CandidateRun:
         misformatted: a finding if modules had other formats than the pair asks for.
         mixed: what to say about modules that computed without the recipe, if the pair asks for no formats.
         recomputed: a finding if the backward pass computes a layer again under another recipe.
+        unwritten: a finding if memory is read that nothing has written.
         calls_te: whether the candidate uses TE at all.
         equals: the precision without a recipe that the pass equals, since nothing in it was quantized; else empty.
         left_out: the message about TE modules that hold weights and did not run; empty if all did.
@@ -62,6 +63,7 @@ class CandidateRun:
     misformatted: tuple[Finding, ...] = ()
     mixed: str = ""
     recomputed: tuple[Finding, ...] = ()
+    unwritten: tuple[Finding, ...] = ()
     calls_te: bool = True
     equals: str = ""
     left_out: str = ""
@@ -72,7 +74,7 @@ class CandidateRun:
     @property
     def observed(self) -> tuple[Finding, ...]:
         """Return the findings that do not rest on numbers."""
-        return self.misformatted + self.recomputed
+        return self.unwritten + self.misformatted + self.recomputed
 
 
 OnProgress = Callable[[Result | None, bool], object]
@@ -95,6 +97,7 @@ class Request:
         candidate_run: the candidate's pass, if it has been made already, as a step of a training has.
         on_progress: called with the result of a port that fails at first look, and whether a second look has ended;
             with None if that clears the port.
+        unwritten: whether the candidate is run once more, with all memory that it allocates full of NaN.
     """
 
     case: Case
@@ -108,6 +111,7 @@ class Request:
     other_kernels: bool = True
     candidate_run: CandidateRun | None = None
     on_progress: OnProgress = ignore_progress
+    unwritten: bool = False
 
     def result(self, status: Status, **fields: Any) -> Result:
         """Return a result of this comparison with a status and further fields."""

@@ -354,7 +354,7 @@ class Statistic:
         value: as in the table; infinite if the model expects no error where there is one.
         where: the worst place, such as ``dim 2 at 5``, or the known mistake that the error resembles most; empty if
             the statistic is about the whole tensor.
-        coefficient: how much of that mistake's change the error contains.
+        coefficient: how much of that mistake's change, or for ``gain`` of golden, the error contains.
     """
 
     name: str
@@ -404,7 +404,8 @@ def statistics(
     yield Statistic("norm", math.sqrt(_compute_ratio(error.total, total)) / _chance_of_norm(model_errors, count))
     yield _compare_largest(error, model_errors, least * golden.max_abs)
     if has_component(golden):
-        yield Statistic("gain", Component(error, model_errors, golden, golden, math.sqrt(total)).value)
+        along = Component(error, model_errors, golden, golden, math.sqrt(total))
+        yield Statistic("gain", along.value, coefficient=along.coefficient)
     relative = math.sqrt(total / golden.total) if golden.total > 0 else 0.0
     worst: dict[str, Statistic] = {}
     for name, label, dims in _list_slices(shape, of_parameter):

@@ -86,6 +86,7 @@ _TITLES = {
     "PAR273": ("state-between-calls",),
     "PAR274": ("number",),
     "PAR275": ("not-invariant",),
+    "PAR276": ("unwritten-memory",),
     "PAR301": ("tf32",),
     "PAR302": ("accumulation-precision",),
     "PAR304": ("fp8-scale-stale", "fp8-gradient-scale"),
@@ -97,9 +98,11 @@ _TITLES = {
     "PAR310": ("own-recipe",),
     "PAR311": ("log-softmax-precision",),
     "PAR312": ("other-format",),
+    "PAR313": ("bias",),
     "PAR401": ("gradient-scale",),
     "PAR402": ("gradient-accumulation",),
     "PAR403": ("gradient-path-missing", "embeddings-not-tied", "padding-row"),
+    "PAR404": ("gradient-zeroed",),
     "PAR501": ("unexplained",),
     "PAR502": ("first-divergence",),
     "PAR601": ("gradient-not-zeroed",),
@@ -147,6 +150,8 @@ _TITLES_BY_NEED = {
     "sequence-first dropout not-reproducible output-scale factor branch-missing operation outputs-exchanged "
     "rows-exchanged state-between-calls number not-invariant accumulation-precision recipe-disabled "
     "recomputed-otherwise own-recipe weight-cache-stale unexplained first-divergence",
+    "rows-exchanged state-between-calls number unwritten-memory accumulation-precision recipe-disabled "
+    "recomputed-otherwise own-recipe bias weight-cache-stale unexplained first-divergence",
     "attention": "qkv-layout key-value-swapped heads-transposed heads-permuted gqa-head-order mask mask-corner "
     "mask-polarity padding-mask window softmax-scale softmax-sink query-key-swapped attention-bias head-count "
     "cache-step",
@@ -160,7 +165,7 @@ _TITLES_BY_NEED = {
     "log-probabilities": "temperature log-softmax-precision",
     "few outputs": "loss-scale",
     "an optimizer": "optimizer master-weights gradient-clipping",
-    "gradients": "gradient-scale gradient-accumulation gradient-path-missing",
+    "gradients": "gradient-scale gradient-accumulation gradient-path-missing gradient-zeroed",
     "masked tokens": "hidden-rows",
     "decoding": "cached-before-rope cache-not-reset cache-shared",
     "FP8": "fp8-scale-stale fp8-gradient-scale fp8-margin fp8-scale-inverted amax-history-lost amax-not-recorded "

@@ -28,7 +28,7 @@ _ENOUGH_ELEMENTS = 1024
 # be small by chance. A right port has at least half of the error that TF32 costs, and a hundredth without TF32; below
 # the third number, a share of that error, a port does not use TF32.
 _COSTS_OF_TF32, _NO_CHANCE, _WITHOUT_TF32 = 2.0**-15, 64, 0.1
-_SAME_IN_FP64 = 1e-9  # share of a tensor's norm: far below the error of any precision, far above FP64's rounding
+SAME_IN_FP64 = 1e-9  # share of a tensor's norm: far below the error of any precision, far above FP64's rounding
 
 LOOKS_UP_ELSE = (
     "not compared on probing inputs, because the candidate looks up other rows of embedding tables than the reference"
@@ -185,7 +185,7 @@ def _find_moved_outputs(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[t
         if name in again and again[name].shape == output.shape:
             by = torch.linalg.vector_norm(difference(again[name], output)).item()
             moved = relative_l2(by, torch.linalg.vector_norm(output).item())
-        if moved > _SAME_IN_FP64:
+        if moved > SAME_IN_FP64:
             yield name, moved
 
 

@@ -317,6 +317,7 @@ class ParityItem(pytest.Item):
 
     def runtest(self) -> None:
         from parity.judge.limits import load, packaged
+        from parity.judge.over_seeds import judge_together
         from parity.report import failure
         from parity.report.record import Item
         from parity.result import strictly
@@ -332,6 +333,7 @@ class ParityItem(pytest.Item):
         except KeyboardInterrupt:
             ending.keep_finished_seeds(self)
             raise
+        self.results[:] = judge_together(self.results)
         if self.options.strict:
             self.results[:] = map(strictly, self.results)
         if self.results[0].status == "skipped":
@@ -423,7 +425,8 @@ class ParityItem(pytest.Item):
 
             result = compare_over_ranks_at(*at, self.ranks, self.attention, self.options.diagnosis)
         else:
-            comparison = judge_at(*at, self.attention, self.options.determinism, on_progress=self._note_look)
+            asked = self.attention, self.options.determinism
+            comparison = judge_at(*at, *asked, on_progress=self._note_look, unwritten=self.options.unwritten)
             if comparison.is_unexplained and self.options.diagnosis is not None:
                 self._note_verdict(comparison.result)
             result = explain_at(comparison, self.options.diagnosis)

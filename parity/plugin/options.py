@@ -151,6 +151,7 @@ class Options:
         sizes: one of ``SIZES``: whether cases are compared at their large sizes as well; ``auto`` means on a GPU.
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         stages: whether a port that passes is judged stage by stage as well.
+        unwritten: whether each candidate is run again with all memory that it allocates full of NaN.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
         resume: whether the run goes on with the existing record.
@@ -176,6 +177,7 @@ class Options:
     sizes: str = "auto"
     determinism: bool = False
     stages: bool = False
+    unwritten: bool = True
     timeout: float = 600.0
     diagnosis: float | None = 30.0
     resume: bool = False
@@ -210,6 +212,7 @@ class Options:
             "--parity-attention": self.attention,
             "--parity-determinism": "yes" if self.determinism else "no",
             "--parity-stages": "yes" if self.stages else "",
+            "--parity-unwritten": "" if self.unwritten else "no",
             "--parity-diagnosis": "no" if self.diagnosis is None else f"{self.diagnosis:g}",
             "--parity-strict": "yes" if self.strict else "",
             "--parity-calibration": self.calibration.name if self.calibration else "",
@@ -231,6 +234,12 @@ _DECLARED = (
         "no",
         "yes|no",
         "judge what passes stage by stage as well, which shows what a model hides (default: no)",
+    ),
+    (
+        "unwritten",
+        "yes",
+        "yes|no",
+        "run each candidate again, all memory that it allocates full of NaN (default: yes)",
     ),
     ("steps", "", "N", "train every pair for so many steps, 0 for none (default: what each pair declares)"),
     ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
@@ -312,6 +321,7 @@ def read(config: pytest.Config) -> Options:
         sizes=parse_sizes(value("sizes"), "--parity-sizes"),
         determinism=_parse_yes("determinism", value("determinism")),
         stages=_parse_yes("stages", value("stages")),
+        unwritten=_parse_yes("unwritten", value("unwritten")),
         timeout=parse_timeout(value("timeout"), "--parity-timeout"),
         diagnosis=parse_diagnosis(value("diagnosis"), "--parity-diagnosis"),
         resume=_parse_yes("resume", value("resume")),

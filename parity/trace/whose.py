@@ -11,9 +11,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
 from types import FrameType
@@ -127,6 +128,26 @@ def line_running() -> str:
     return _describe_line(
         _find_innermost_frame(_pair_with_owners(reversed(list(traceback.walk_stack(sys._getframe())))))
     )
+
+
+_CALLS_PAIRS = ("parity.passes.one_pass", "parity.case.case")  # modules that call modules and factories of pairs
+
+
+def allocating_line(names: Mapping[int, str]) -> str:
+    """Return the line of TE's or of a pair's code that runs now, who called it, and in which module.
+
+    Args:
+        names: names of modules by their ``id``.
+    """
+    walked = takewhile(lambda at: module_of(at[0]) not in _CALLS_PAIRS, traceback.walk_stack(sys._getframe(1)))
+    inner = [*walked]
+    modules = (names.get(id(frame.f_locals.get("self"))) for frame, _ in inner)
+    frames = _pair_with_owners(reversed(inner))
+    te = next((frame for frame, owner in reversed(frames) if owner is Owner.TE), None)
+    own = _find_innermost_frame(frames)
+    places = [_describe_line(te), f"called at {_describe_line(own)}" if te and own else _describe_line(own)]
+    module = next(filter(None, modules), "")
+    return ", ".join(filter(None, (*places, module and f"in {module}"))) or "a line that is not known"
 
 
 def _find_innermost_frame(frames: list[tuple[FrameSummary, Owner]]) -> FrameSummary | None:
