@@ -148,9 +148,7 @@ _TITLES_BY_NEED = {
     "weight-transposed parameters-exchanged layers-permuted layer-repeated weight-not-copied weights-not-as-mapped "
     "buffer-not-copied activation norm-missing softcap residual-placement parallel-block bias-dropped bias-added-twice "
     "sequence-first dropout not-reproducible output-scale factor branch-missing operation outputs-exchanged "
-    "rows-exchanged state-between-calls number not-invariant accumulation-precision recipe-disabled "
-    "recomputed-otherwise own-recipe weight-cache-stale unexplained first-divergence",
-    "rows-exchanged state-between-calls number unwritten-memory accumulation-precision recipe-disabled "
+    "rows-exchanged state-between-calls number not-invariant unwritten-memory accumulation-precision recipe-disabled "
     "recomputed-otherwise own-recipe bias weight-cache-stale unexplained first-divergence",
     "attention": "qkv-layout key-value-swapped heads-transposed heads-permuted gqa-head-order mask mask-corner "
     "mask-polarity padding-mask window softmax-scale softmax-sink query-key-swapped attention-bias head-count "
