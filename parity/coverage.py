@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 
 from parity.case.case import Case, mixed
-from parity.comparison import catching, judge_outputs, list_parts
+from parity.comparison import catching, in_fp32, judge_outputs, list_parts
 from parity.judge.request import CandidateRun, Request, run_again
 from parity.judge.second_look import HOPELESS_MARGIN, is_hopeless
 from parity.judge.statistics import SMALLEST_SLICE
@@ -113,18 +113,18 @@ def missed(tried: Sequence[Tried]) -> list[Tried]:
 def _try_in_parts(request: Request) -> list[Tried]:
     found: dict[tuple[object, ...], Tried] = {}
 
-    def add_all(case: Case) -> None:
+    def add_all(case: Case, request: Request) -> None:
         shown = {key for key, one in found.items() if one.is_shown}
         for one in _try_all(replace(request, case=case), shown):
             key = _but_for_its_number(one.mistake)
             found[key] = found[key].joined(one) if key in found else one
 
     for case in list_parts(request):
-        add_all(case)
+        add_all(case, request)
     probing = reweighed(request.case, request.checked, request.kernels)
     if probing:
         with suppress(UserError):  # the comparison notes it as well
-            add_all(probing)
+            add_all(probing, in_fp32(request))
     return list(found.values())
 
 

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from parity import shown
 from parity.report.numbers import cosine, plural, ratio, seeds, short
 from parity.report.record import Item
-from parity.result import UNDECLARED, Check, Finding, Kind, Result, TensorResult
+from parity.result import REWEIGHED, UNDECLARED, Check, Finding, Kind, Result, TensorResult
 
 # The message about a failed item: what is wrong, why, the evidence, and how to run it again.
 
@@ -24,7 +24,7 @@ _EMULATED = ("PARITY_EMULATED_", "PARITY_KERNEL_CHOICES")
 _KINDS: dict[Kind, str] = {
     "output": "output",
     "probed output": "the output on probing inputs, whose rows differ in size, which shows what usual inputs hide",
-    "reweighed output": "the output with probing weights, which exercise what weights as usual leave idle",
+    "reweighed output": "the output in FP32 with probing weights, which exercise what usual weights leave idle",
     "input gradient": "input gradient",
     "weight gradient": "weight gradient",
 }
@@ -133,7 +133,8 @@ def measures(result: Result) -> Iterator[str]:
     headers = ["", "error", "tolerance", "expected"]
     table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=("left", *["right"] * 3))
     yield from (f"  {line}" for line in table.splitlines())
-    yield f"  (expected: what rounding to {result.precision} costs the reference; tolerance: the most that passes)"
+    precision = "fp32" if worst.kind == REWEIGHED else result.precision
+    yield f"  (expected: what rounding to {precision} costs the reference; tolerance: the most that passes)"
     yield from _tabulate_failed_checks(worst)
 
 

@@ -133,8 +133,8 @@ def test_outputs_that_cannot_be_judged_with_probing_weights_are_noted() -> None:
     def factory(te: Any) -> Pair:
         reference = Deep()
         weights = {name: name for name, _ in reference.named_parameters()}
-        return Pair(reference, Deep(), lambda rng: 1000.0 * rng.normal(4, HIDDEN), weights)
+        return Pair(reference, Deep(), lambda rng: 1e33 * rng.normal(4, HIDDEN), weights)
 
-    result = result_of(Case("deep", factory, sizes=({},), path=Path(__file__)), "fp16")
+    result = result_of(Case("deep", factory, sizes=({},), path=Path(__file__)), "fp32")
     assert result.passed
     assert any(note.startswith("not compared with probing weights: ") for note in result.notes)
