@@ -103,6 +103,7 @@ def compare(
     switch: Switch = "",
     ranks: Mapping[str, int] | None = None,
     unwritten: bool = True,
+    probe_weights: bool = False,
 ) -> list[Result]:
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
@@ -137,6 +138,7 @@ def compare(
         One result for each size, precision, attention backend and seed, in this order.
 
     Raises:
+        probe_weights: whether to compare a fresh model that passes with probing weights, in FP32, as well.
         UserError: if an argument is not as above, or the pair's weight map or inputs do not fit.
         parity.te.BackendUnavailable: if the backend is not available on this machine.
     """
@@ -144,7 +146,9 @@ def compare(
     chosen = [precision_named(name) for name in checked_precisions(precisions) if case.runs_at(name)]
     seeds = checked_seeds(seeds)
     checked_choice(attention)
-    check_kinds(backend, calibration, determinism=determinism, stages=stages, unwritten=unwritten)
+    check_kinds(
+        backend, calibration, determinism=determinism, stages=stages, unwritten=unwritten, probe_weights=probe_weights
+    )
     diagnosis = checked_diagnosis(diagnose, diagnosis_seconds)
     checked_steps(steps)
     checked_switches([switch] if switch else [], steps)
@@ -167,7 +171,7 @@ def compare(
             from parity.trainings.parallel import compare_over_ranks_at
 
             return compare_over_ranks_at(*at, made, forced, diagnosis)
-        result = compare_at(*at, forced, determinism, diagnosis, stages, unwritten)
+        result = compare_at(*at, forced, determinism, diagnosis, stages, unwritten, probe_weights)
         if not case.invariance:
             return result
         from parity.invariance import check_invariance_at

@@ -159,6 +159,7 @@ def compare_at(
     diagnosis: float | None = 0.0,
     stages: bool = False,
     unwritten: bool = True,
+    probe_weights: bool = False,
 ) -> Result:
     """Compare a case at one size, precision and seed, and search for the cause if it fails.
 
@@ -169,9 +170,10 @@ def compare_at(
             machine; None for no search.
         stages: whether a port that passes is judged stage by stage as well.
         unwritten: whether a candidate that reads memory which nothing has written fails; takes another pass.
+        probe_weights: whether a fresh model that passes is compared with probing weights as well.
     """
     at = case, checked, precision, seed, kernels, calibration, attention, determinism
-    comparison = judge_at(*at, unwritten=unwritten)
+    comparison = judge_at(*at, unwritten=unwritten, probe_weights=probe_weights)
     result = explain_at(comparison, diagnosis)
     return check_stages_at(comparison.request, result) if stages else result
 
@@ -189,6 +191,7 @@ def judge_at(
     candidate_run: CandidateRun | None = None,
     on_progress: OnProgress = ignore_progress,
     unwritten: bool = True,
+    probe_weights: bool = False,
 ) -> Comparison:
     """Take the first step of ``compare_at``: reach the verdict, which the search for the cause does not change.
 
@@ -199,8 +202,8 @@ def judge_at(
         on_progress: see ``Request``; for callers that need a verdict even if the process dies during a second look.
     """
     began = time.perf_counter()
-    at = case, checked, precision, seed, kernels
-    request = Request(*at, calibration, attention, determinism, other_kernels, candidate_run, on_progress, unwritten)
+    at = case, checked, precision, seed, kernels, calibration, attention, determinism
+    request = Request(*at, other_kernels, candidate_run, on_progress, unwritten, probe_weights)
 
     def end_with_error(error: BaseException) -> Comparison:
         return Comparison(request).ended(error_result(request, error))
@@ -319,15 +322,19 @@ def _probe_weights(comparison: Comparison) -> Comparison:
     Probing weights show formulas that are wrong, which FP32 shows best. In fewer bits they may also make rounding so
     large that no bound holds, as behind the exponential of a sum that decays.
     """
-    request = in_fp32(comparison.request)
-    result = comparison.result
-    case = None if request.candidate_run else reweighed(request.case, request.checked, request.kernels)
-    if case is None or not result.passed:
+    request, result = in_fp32(comparison.request), comparison.result
+    if not (request.probe_weights and result.passed) or request.candidate_run:
+        return comparison
+    case = reweighed(request.case, request.checked, request.kernels)
+    if case is None:
         return comparison
     other = judge_outputs(replace(request, case=case, determinism=False, unwritten=False, on_progress=ignore_progress))
     overflows = not all(one.expected.finite for one in other.result.tensors)
-    if overflows or other.result.status not in ("passed", "failed"):
-        why = "a correct computation overflows" if overflows else other.result.reason
+    why = "a correct computation overflows" if overflows else other.result.reason
+    if not why and not other.result.passed:
+        usual = judge_outputs(replace(request, determinism=False, unwritten=False, on_progress=ignore_progress))
+        why = "" if usual.result.passed else "in FP32, the port does not pass with its own weights either"
+    if why:
         note = f"not compared with probing weights: {why}"
         return comparison.ended(replace(result, notes=(*result.notes, note)))
     tensors = tuple(replace(one, kind=REWEIGHED) for one in other.result.tensors)

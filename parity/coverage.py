@@ -121,7 +121,7 @@ def _try_in_parts(request: Request) -> list[Tried]:
 
     for case in list_parts(request):
         add_all(case, request)
-    probing = reweighed(request.case, request.checked, request.kernels)
+    probing = reweighed(request.case, request.checked, request.kernels) if request.probe_weights else None
     if probing:
         with suppress(UserError):  # the comparison notes it as well
             add_all(probing, in_fp32(request))

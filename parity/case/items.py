@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+from parity.case import validate
 from parity.case.case import SWITCHES_OVER_RANKS, Case
-from parity.case.validate import CheckedSize, attention_of, check_case
+from parity.case.validate import CheckedSize
 from parity.ranks.layout import Degrees
 from parity.result import Switch, item_name, label_of_way
 from parity.te import Precision
@@ -66,7 +67,7 @@ def items_of(
     over_ranks = [(steps, switch) for steps, switch in alone if switch in ("", *SWITCHES_OVER_RANKS)]
     ways: list[tuple[int, Switch, Degrees | None]] = [(*way, None) for way in alone]
     ways += [(*way, ranks) for ranks in case.ranks for way in over_ranks]
-    for checked in check_case(case, te) if chosen else ():
-        forced = attention_of(case, checked, attention)
+    for checked in validate.check_case(case, te) if chosen else ():
+        forced = validate.attention_of(case, checked, attention)
         for precision, backend, way in itertools.product(chosen, forced, ways):
             yield Item(case, checked, precision, backend, *way)

@@ -97,6 +97,9 @@ def run(
     ci: Annotated[str | None, typer.Option(help="junit, summary, annotations; all or none [all].")] = None,
     strict: Annotated[bool | None, typer.Option(help="Skips, and comparisons that prove nothing, fail.")] = None,
     unwritten: Annotated[bool, typer.Option(help="Run candidates again, their memory full of NaN.")] = True,
+    probe_weights: Annotated[
+        bool, typer.Option("--probe-weights", help="Compare fresh models with others, too.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, all else to stderr.")] = False,
 ) -> None:
     """Compare pairs and write a report. The exit code is 1 if one fails, or has regressed since a baseline."""
@@ -124,6 +127,7 @@ def run(
     workers = workers or suite.workers_of_project(files)
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     arguments += [] if unwritten else ["--parity-unwritten=no"]
+    arguments += ["--parity-probe-weights=yes"] if probe_weights else []
     arguments += [] if strict is None else [f"--parity-strict={'yes' if strict else 'no'}"]
     is_own = context.obj == OWN_PROCESS
     with suite.verdicts_on_stdout(json) as further:
@@ -185,12 +189,13 @@ def coverage(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 if one passes that the pair does not accept by its title.")
     ] = False,
+    probe_weights: Annotated[bool, typer.Option("--probe-weights", help="With probing weights as well.")] = False,
 ) -> None:
     """Show which known mistakes a comparison of a pair would have passed, since nothing in it makes them matter."""
     from parity.cli import missed
     from parity.plugin.options import parse_precision
 
-    accepted = missed.print_missed(target, size, seed, parse_precision(precision), backend)
+    accepted = missed.print_missed(target, size, seed, parse_precision(precision), backend, probe_weights)
     raise typer.Exit(1 if strict and not accepted else 0)
 
 

@@ -22,7 +22,7 @@ _NAMED = 6
 _WIDTHS = [None, 60, 30, None, None]  # in columns of text
 
 
-def print_missed(target: str, size: str, seed: int, precision: str, backend: str) -> bool:
+def print_missed(target: str, size: str, seed: int, precision: str, backend: str, probe_weights: bool) -> bool:
     """Print the mistakes that a comparison would have passed, and return whether the pair accepts all of them.
 
     Args:
@@ -31,6 +31,7 @@ def print_missed(target: str, size: str, seed: int, precision: str, backend: str
         seed: the seed of weights and inputs.
         precision: a key of ``PRECISIONS``.
         backend: ``auto``, ``gpu`` or ``cpu``.
+        probe_weights: whether the comparison is with probing weights as well.
 
     Raises:
         UserError: if there is no such pair, size or precision, or the pair cannot be compared here.
@@ -39,7 +40,8 @@ def print_missed(target: str, size: str, seed: int, precision: str, backend: str
     unknown = [title for title in case.accepts if title not in CODES]
     if unknown:
         raise UserError(f"{case} accepts {unknown[0]!r}, which is no finding's title; docs/findings.md has all of them")
-    tried = try_mistakes(Request(case, checked, precision_named(precision), seed, kernels, packaged()))
+    request = Request(case, checked, precision_named(precision), seed, kernels, packaged(), probe_weights=probe_weights)
+    tried = try_mistakes(request)
     rows = _one_of_each(missed(tried))
     print(shown.text("\n".join(_list_lines(case, tried, rows))))
     return all(_is_accepted(case, one) for one, *_ in rows)

@@ -98,6 +98,7 @@ class Request:
         on_progress: called with the result of a port that fails at first look, and whether a second look has ended;
             with None if that clears the port.
         unwritten: whether the candidate is run once more, with all memory that it allocates full of NaN.
+        probe_weights: whether a fresh model that passes is compared with probing weights as well.
     """
 
     case: Case
@@ -112,6 +113,7 @@ class Request:
     candidate_run: CandidateRun | None = None
     on_progress: OnProgress = ignore_progress
     unwritten: bool = False
+    probe_weights: bool = False
 
     def result(self, status: Status, **fields: Any) -> Result:
         """Return a result of this comparison with a status and further fields."""

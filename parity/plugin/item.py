@@ -425,8 +425,14 @@ class ParityItem(pytest.Item):
 
             result = compare_over_ranks_at(*at, self.ranks, self.attention, self.options.diagnosis)
         else:
-            asked = self.attention, self.options.determinism
-            comparison = judge_at(*at, *asked, on_progress=self._note_look, unwritten=self.options.unwritten)
+            comparison = judge_at(
+                *at,
+                self.attention,
+                self.options.determinism,
+                on_progress=self._note_look,
+                unwritten=self.options.unwritten,
+                probe_weights=self.options.probe_weights,
+            )
             if comparison.is_unexplained and self.options.diagnosis is not None:
                 self._note_verdict(comparison.result)
             result = explain_at(comparison, self.options.diagnosis)

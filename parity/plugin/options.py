@@ -152,6 +152,7 @@ class Options:
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         stages: whether a port that passes is judged stage by stage as well.
         unwritten: whether each candidate is run again with all memory that it allocates full of NaN.
+        probe_weights: whether a fresh model that passes is compared with probing weights as well.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
         resume: whether the run goes on with the existing record.
@@ -178,6 +179,7 @@ class Options:
     determinism: bool = False
     stages: bool = False
     unwritten: bool = True
+    probe_weights: bool = False
     timeout: float = 600.0
     diagnosis: float | None = 30.0
     resume: bool = False
@@ -213,6 +215,7 @@ class Options:
             "--parity-determinism": "yes" if self.determinism else "no",
             "--parity-stages": "yes" if self.stages else "",
             "--parity-unwritten": "" if self.unwritten else "no",
+            "--parity-probe-weights": "yes" if self.probe_weights else "",
             "--parity-diagnosis": "no" if self.diagnosis is None else f"{self.diagnosis:g}",
             "--parity-strict": "yes" if self.strict else "",
             "--parity-calibration": self.calibration.name if self.calibration else "",
@@ -241,6 +244,7 @@ _DECLARED = (
         "yes|no",
         "run each candidate again, all memory that it allocates full of NaN (default: yes)",
     ),
+    ("probe-weights", "no", "yes|no", "compare fresh models with probing weights as well (default: no)"),
     ("steps", "", "N", "train every pair for so many steps, 0 for none (default: what each pair declares)"),
     ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
     ("timeout", "600", "SECONDS", "for an item at one seed, and to collect a file; 0: no limit (default: 600)"),
@@ -322,6 +326,7 @@ def read(config: pytest.Config) -> Options:
         determinism=_parse_yes("determinism", value("determinism")),
         stages=_parse_yes("stages", value("stages")),
         unwritten=_parse_yes("unwritten", value("unwritten")),
+        probe_weights=_parse_yes("probe-weights", value("probe-weights")),
         timeout=parse_timeout(value("timeout"), "--parity-timeout"),
         diagnosis=parse_diagnosis(value("diagnosis"), "--parity-diagnosis"),
         resume=_parse_yes("resume", value("resume")),

@@ -28,5 +28,5 @@ CASES = {
 def test_only_what_a_case_accepts_could_not_be_shown(name: str) -> None:
     case = CASES[name]
     checked = check_case(case, KERNELS.te)[0]
-    tried = try_mistakes(Request(case, checked, PRECISIONS["bf16"], 0, KERNELS, packaged()))
-    assert {one.mistake.title for one in missed(tried)} == set(case.accepts)
+    request = Request(case, checked, PRECISIONS["bf16"], 0, KERNELS, packaged(), probe_weights=True)
+    assert {one.mistake.title for one in missed(try_mistakes(request))} <= set(case.accepts)

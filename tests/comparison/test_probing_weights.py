@@ -65,7 +65,7 @@ def case_of(weigh: Callable[[Block], object] = lambda block: None, probe: bool =
 
 
 def result_of(case: Case | Pair, precision: str = "bf16") -> Result:
-    (result,) = compare(case, [precision], diagnose=False)
+    (result,) = compare(case, [precision], diagnose=False, probe_weights=True)
     return result
 
 
@@ -82,12 +82,14 @@ def test_a_right_port_passes_with_both_sets_of_weights(precision: str) -> None:
 
 @pytest.mark.parametrize("changes", [{"cap": math.inf}, {"limit": math.inf}])
 def test_what_idles_with_small_weights_shows_with_probing_weights(changes: dict[str, float]) -> None:
+    (usual,) = compare(case_of(**changes), ["bf16"])
+    assert usual.passed
     assert result_of(case_of(probe=False, **changes)).passed
     assert failing_kinds(result_of(case_of(**changes))) == {REWEIGHED}
 
 
 def test_the_cause_is_found_with_the_probing_weights() -> None:
-    (result,) = compare(case_of(cap=math.inf), ["bf16"])
+    (result,) = compare(case_of(cap=math.inf), ["bf16"], probe_weights=True)
     assert [finding.title for finding in result.findings] == ["softcap"]
     assert failing_kinds(result) == {REWEIGHED}
 

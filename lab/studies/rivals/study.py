@@ -25,7 +25,7 @@ from parity.te import PRECISIONS, Backend
 from parity.user_error import UserError
 
 RECORD = "rivals.jsonl"
-PARITY = "te-parity"
+PARITY, PROBED = "te-parity", "te-parity --probe-weights"
 MODELS = (
     *("cohere", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral"),
     *("mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
@@ -86,7 +86,11 @@ def _judge_trial(one: Trial) -> Said:
         with declared_pairs(text, form.kind) as (case, *_):
             kernels, precision = te.kernels(one.backend), PRECISIONS[one.precision]
             checked = check_case(case, kernels.te)[0]
-            verdict = judge_at(case, checked, precision, one.seed, kernels, packaged()).result
+            at = case, checked, precision, one.seed, kernels, packaged()
+            verdict = judge_at(*at, unwritten=False).result
+            probed = (
+                verdict if verdict.status == "failed" else judge_at(*at, unwritten=False, probe_weights=True).result
+            )
             if verdict.status not in ("passed", "failed"):
                 return Said((), verdict.reason)
             prepared = prepare(case, checked, precision.dtype, one.seed, kernels)
@@ -97,7 +101,8 @@ def _judge_trial(one: Trial) -> Said:
         return Said((), str(error))
     compared = Compared(*map(_read_scores, (port, exact, plain)))
     others = tuple(name for name, rejects in RULES.items() if rejects(compared))
-    return Said((PARITY, *others) if verdict.status == "failed" else others)
+    ours = [name for name, result in ((PARITY, verdict), (PROBED, probed)) if result.status == "failed"]
+    return Said((*ours, *others))
 
 
 def _read_scores(tensors: rivals.Tensors) -> Scores:
@@ -123,7 +128,7 @@ def _sections(found: Mapping[Trial, Said], settings: Settings) -> Iterator[str]:
         yield f"## {title}"
         rows = [
             [name, *(_count(judged, name, precision, wrong) for precision in settings.precisions)]
-            for name in (PARITY, *RULES)
+            for name in (PARITY, PROBED, *RULES)
         ]
         yield reporting.texts(rows, ["rule", *(f"`{name}`" for name in settings.precisions)])
     missed = [one for one, said in judged.items() if one.bug and PARITY not in said.rejected_by]
