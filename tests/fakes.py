@@ -285,6 +285,7 @@ def judge_at(
     determinism: bool = False,
     on_progress: OnProgress = ignore_progress,
     unwritten: bool = True,
+    probe_weights: bool = False,
 ) -> Judged:
     """Return the result that the case's name chooses; FP8 is not available here."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu")
