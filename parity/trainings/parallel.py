@@ -198,7 +198,7 @@ def _explain_failure(
         found = explained_by_outputs(wholes, partial(_flowing_back_from, prepared))
     if not found and apart is None:  # else no module in one process computes the same
         told = explain_at(judged, diagnosis)
-        if told.findings and told.findings[0].title not in ("unexplained", "first-divergence"):
+        if told.findings and told.findings[0].title not in ("unexplained", "first-divergence", "gradient-zeroed"):
             notes = (*result.notes, *told.notes, "the candidate is right in one process, but wrong over ranks")
             return dataclasses.replace(result, findings=told.findings, notes=notes)
     if not found:
