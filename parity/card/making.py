@@ -23,6 +23,7 @@ from parity.judge.request import Request
 from parity.passes.prepare import Prepared, prepare
 from parity.report import earlier, environment
 from parity.report.formats import format_rows
+from parity.report.numbers import plural
 from parity.report.record import Item
 from parity.report.verdicts import describe_result
 from parity.result import Result, Switch
@@ -89,9 +90,10 @@ def _list_ways(case: Case) -> Iterator[tuple[str, int, Switch]]:
     """Yield the ways in which a pair runs in one process: in words, its steps, and how they are made."""
     yield "one pass", 0, ""
     if case.steps:
-        yield f"{case.steps} steps", case.steps, ""
+        steps = plural(case.steps, "step")
+        yield steps, case.steps, ""
         for switch in case.switches:
-            yield f"{case.steps} steps, {switch}", case.steps, switch
+            yield f"{steps}, {switch}", case.steps, switch
 
 
 def _compare_items(

@@ -55,7 +55,7 @@ def test_a_card_says_what_was_compared_and_a_page_shows_it(file: File, capsys: p
     assert card.pair == "my_carded_pairs.py::carded"
     assert card.model == "LayerNorm with 64 parameters"
     ways = [(one.way, one.precision, one.seeds, one.status) for one in card.comparisons]
-    assert ways == [("one pass", "bf16", [0, 3], "passed"), ("1 steps", "bf16", [0, 3], "passed")]
+    assert ways == [("one pass", "bf16", [0, 3], "passed"), ("1 step", "bf16", [0, 3], "passed")]
     assert [one.precision for one in card.coverage] == ["bf16"]
     page = file.card.with_suffix(".md").read_text()
     assert "| one pass | n=32 | bf16 | 2 | passed |" in page
