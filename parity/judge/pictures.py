@@ -169,7 +169,7 @@ def first_wrong(
     """
     if computed.shape != golden.shape or (row is not None and golden.dim() < 2):
         return None
-    dims = (1,) if row is not None else (1, 0) if golden.dim() > 1 else (0,)
+    dims = (1,) if row is not None else (1, 0) if golden.dim() > 1 else (0,) * golden.dim()
     for dim in dims:
         some = [x.double() if row is None else x.double()[row : row + 1] for x in (computed, golden, *models)]
         found = _first_along(dim, result, *some)

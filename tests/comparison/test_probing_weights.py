@@ -94,6 +94,24 @@ def test_the_cause_is_found_with_the_probing_weights() -> None:
     assert failing_kinds(result) == {REWEIGHED}
 
 
+def test_a_number_beside_an_output_is_compared_as_well() -> None:
+    def with_loss(block: Block, x: Tensor) -> dict[str, Tensor]:
+        y = block(x)
+        return {"y": y, "loss": y.square().mean()}
+
+    def factory(te: Any) -> Pair:
+        reference = Block()
+        weights = {name: name for name, _ in reference.named_parameters()}
+        inputs = lambda rng: rng.normal(2, 16, HIDDEN)  # noqa: E731
+        block = Block(math.inf)
+        return Pair(reference, block, inputs, weights, call_reference=with_loss, call_candidate=with_loss)
+
+    result = result_of(Case("scored", factory, sizes=({},), path=Path(__file__)))
+    assert result.status == "failed", result.reason
+    failing = {tensor.label for tensor in result.tensors if not tensor.passed}
+    assert failing == {"reweighed output[y]", "reweighed output[loss]"}
+
+
 def test_loaded_weights_are_never_touched() -> None:
     state = Block().state_dict()
     assert kinds(result_of(case_of(partial(load, state=state), cap=math.inf))) == {"passed"}
