@@ -741,7 +741,7 @@ def _search_for_cause(comparison: Comparison, seconds: float) -> Result:
     explained = replace(result, findings=candidate.observed + found, notes=(*result.notes, *notes))
     if is_explained(explained):
         return explained
-    return replace(explained, findings=_find_zeroed(comparison) + explained.findings)
+    return replace(explained, findings=explained.findings + _find_zeroed(comparison))
 
 
 def _to_explain(

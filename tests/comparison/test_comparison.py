@@ -88,7 +88,6 @@ def test_outputs_gradients_and_outputs_that_probe_are_compared():
         "d up_proj.weight",
         "d down_proj.weight",
         "probed output",
-        "reweighed output",
     ]
 
 
