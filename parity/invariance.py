@@ -34,6 +34,7 @@ from parity.passes.all_passes import Tensors, as_returned, run_model, tensors_of
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import named_inputs, run, with_inputs
 from parity.passes.prepare import Cache, Prepared, build, calls_of, cast, prepare
+from parity.passes.refusals import SAME_IN_FP64
 from parity.result import Kind, Result, label_of
 from parity.search.located import describe_place
 from parity.settings import AXES
@@ -48,7 +49,6 @@ from parity.user_error import UserError
 
 Verdict = Literal["none", "equal", "kernels", "recipe", "reference", "depends"]
 _ORDER: tuple[Verdict, ...] = ("none", "equal", "kernels", "recipe", "reference", "depends")  # the worst comes last
-_FP64 = 1e-9  # in FP64, sums in another order change a result by less than this share
 _SMALL = 1e-6  # a tensor whose norm is a smaller share of the largest one's is 0 but for rounding
 _GARBAGE = 30.0  # the size of what stands in padding; usual inputs have 1
 _MOST_PARTS = 4  # micro-batches
@@ -143,7 +143,7 @@ class _Tokens:
         return torch.cat([torch.arange(start, start + length) for start, length in spans])
 
     def arrange(self, x: Tensor, others: Tensor, dim: int, order: Iterable[int]) -> Tensor:
-        return _select(torch.cat([x, others.to(x)], dim), dim, self.list_rows(order, x.shape[dim]))
+        return _select_rows(torch.cat([x, others.to(x)], dim), dim, self.list_rows(order, x.shape[dim]))
 
     def arrange_inputs(
         self, own: Mapping[str, Tensor], others: Mapping[str, Tensor], order: Sequence[int]
@@ -189,43 +189,43 @@ class _Subject:
         """Return the worst of what becomes of the ways along this axis."""
         try:
             is_padding = axis.startswith("padding")
-            ways = [self._pad(axis)] if is_padding else getattr(self, f"_{axis.replace('-', '_')}")()
-            outcomes = [self._judge(axis, way) for way in ways]
+            ways = [self._pad_tokens(axis)] if is_padding else getattr(self, f"_list_ways_{axis.replace('-', '_')}")()
+            outcomes = [self._judge_way(axis, way) for way in ways]
         except _Excused as error:
             return Outcome(axis, error.verdict, 0.0, str(error))
         return max(outcomes, key=lambda one: (_ORDER.index(one.verdict), one.change))
 
     # The axes.
 
-    def _batch_size(self) -> Iterator[_Way]:
+    def _list_ways_batch_size(self) -> Iterator[_Way]:
         count = self._batch.count
         before, behind = range(count, count + (count + 1) // 2), range(count + (count + 1) // 2, 2 * count)
-        yield self._rearrange(self._batch, [[*before, *range(count), *behind]], "among as many others")
+        yield self._rearrange_tokens(self._batch, [[*before, *range(count), *behind]], "among as many others")
         if count > 1:
-            yield self._rearrange(self._batch, [range(count // 2, count)], "in half of the batch")
+            yield self._rearrange_tokens(self._batch, [range(count // 2, count)], "in half of the batch")
 
-    def _batch_place(self) -> Iterator[_Way]:
+    def _list_ways_batch_place(self) -> Iterator[_Way]:
         count = self._batch.count
         order, told = (range(count)[::-1], "in reverse order") if count > 1 else ((1, 0), "behind another one")
-        yield self._rearrange(self._batch, [order], told)
+        yield self._rearrange_tokens(self._batch, [order], told)
 
-    def _micro_batches(self) -> Iterator[_Way]:
+    def _list_ways_micro_batches(self) -> Iterator[_Way]:
         parts = torch.arange(self._batch.count).tensor_split(min(self._batch.count, _MOST_PARTS))
         if len(parts) < 2:
             raise _Excused("none", "the batch holds one sequence")
-        yield self._rearrange(self._batch, [x.tolist() for x in parts], f"in {len(parts)} micro-batches")
+        yield self._rearrange_tokens(self._batch, [x.tolist() for x in parts], f"in {len(parts)} micro-batches")
 
-    def _packing(self) -> Iterator[_Way]:
+    def _list_ways_packing(self) -> Iterator[_Way]:
         if not self._borders:
             raise _Excused("none", "no argument of the inputs holds the borders of packed documents, from 0 on")
-        yield self._rearrange(self._batch, [[i] for i in range(self._batch.count)], "each document by itself")
+        yield self._rearrange_tokens(self._batch, [[i] for i in range(self._batch.count)], "each document by itself")
 
-    def _prefix(self) -> Iterator[_Way]:
+    def _list_ways_prefix(self) -> Iterator[_Way]:
         half = range(self._positions.count // 2)
         told = f"without what follows position {len(half) - 1}"
-        yield self._rearrange(self._positions, [half], told, only="output")
+        yield self._rearrange_tokens(self._positions, [half], told, only="output")
 
-    def _decoding(self) -> Iterator[_Way]:
+    def _list_ways_decoding(self) -> Iterator[_Way]:
         longest = max((x.shape[1] for x in self._base.golden.outputs.values() if x.dim() > 1), default=1)
         for prompt in sorted({1, longest // 2, longest} - {0}):
             with prompted(prompt) as called:
@@ -239,7 +239,7 @@ class _Subject:
 
             yield _Way(f"decoded after a prompt of {prompt}", (self._base,), decode)
 
-    def _recompute(self) -> Iterator[_Way]:
+    def _list_ways_recompute(self) -> Iterator[_Way]:
         if self._base.evaluation:
             raise _Excused("none", "in evaluation mode there is no backward pass")
         if calls_of(self._base).trace.optimizers:
@@ -252,10 +252,10 @@ class _Subject:
             return self._run(replace(prepared, cache=cache))
 
         told = "computed again in the backward pass"
-        made = self._vary({}, lambda outputs: self._base.cotangents, checkpointed(checkpoint, self._base.call))
-        yield self._verify(_Way(told, (made,), recompute))
+        made = self._vary_inputs({}, lambda outputs: self._base.cotangents, checkpointed(checkpoint, self._base.call))
+        yield self._verify_way(_Way(told, (made,), recompute))
 
-    def _pad(self, axis: str) -> _Way:
+    def _pad_tokens(self, axis: str) -> _Way:
         """Return the way with padding, as much as there are tokens, that one of the inputs marks."""
         tokens, excuses, garbage = self._positions, list[_Excused](), axis == "padding-garbage"
         own, others = range(tokens.count), range(tokens.count, 2 * tokens.count)
@@ -266,7 +266,7 @@ class _Subject:
                 raise _Excused("none", f"{name} holds lengths, which mark no padding on the left")
             told = f"with {'garbage' if garbage else 'zeros'} on the {side} that {name} marks as padding"
             try:
-                return self._rearrange(tokens, [order], told, {**padding, name: marks})
+                return self._rearrange_tokens(tokens, [order], told, {**padding, name: marks})
             except _Excused as error:
                 excuses.append(error)
         raise _join_excuses(excuses, "no argument of the inputs is a padding mask or holds lengths")
@@ -321,10 +321,12 @@ class _Subject:
         for tokens in tried:
             count = tokens.count
             try:
-                (made,) = self._rearrange(tokens, [[*range(count, 2 * count), *range(count)]], "behind others").runs
+                (made,) = self._rearrange_tokens(
+                    tokens, [[*range(count, 2 * count), *range(count)]], "behind others"
+                ).runs
                 tokens = replace(tokens, outputs=self._match_dims(made.golden.outputs))
                 if count > 1:
-                    self._rearrange(tokens, [range(count)[::-1]], "in reverse order")
+                    self._rearrange_tokens(tokens, [range(count)[::-1]], "in reverse order")
                 return tokens
             except _Excused as error:
                 dim = next(iter(tokens.inputs.values()))
@@ -369,7 +371,7 @@ class _Subject:
         fit = all(others[name].shape == x.shape for name, x in self._inputs.items())
         return others if fit else {name: x.flip(-1) for name, x in self._inputs.items()}
 
-    def _rearrange(
+    def _rearrange_tokens(
         self,
         tokens: _Tokens,
         orders: Sequence[Sequence[int]],
@@ -407,7 +409,7 @@ class _Subject:
                     flowing[name] = tokens.arrange(x, x.flip(dim) * (not is_padded), dim, order)
                 return flowing
 
-            return self._vary(tokens.arrange_inputs(self._inputs, given, order), flow)
+            return self._vary_inputs(tokens.arrange_inputs(self._inputs, given, order), flow)
 
         def gather(some: Sequence[Tensors], orders: Sequence[Sequence[int]]) -> Tensors:
             """Return the tokens' rows in their usual order, and what is summed over all of them."""
@@ -421,7 +423,7 @@ class _Subject:
                     size = self._own[kind, name].shape[dim]
                     rows = torch.cat([tokens.list_rows(order, size) for order in orders])
                     places = torch.isin(rows, tokens.list_rows(own, size)).nonzero()[:, 0]
-                    gathered[kind, name] = _select(torch.cat(parts, dim), dim, places[rows[places].argsort()])
+                    gathered[kind, name] = _select_rows(torch.cat(parts, dim), dim, places[rows[places].argsort()])
                 elif is_whole and (kind != "output" or is_single):
                     gathered[kind, name] = sum(x.double() for x in parts[1:]) + parts[0]
             return gathered
@@ -431,22 +433,22 @@ class _Subject:
         for is_mean in (False, True):
             try:
                 runs = tuple(arrange(order, is_mean) for order in orders)
-                return self._verify(_Way(told, runs, self._run, join, keep))
+                return self._verify_way(_Way(told, runs, self._run, join, keep))
             except _Excused as error:
                 excuse = error
         raise excuse
 
-    def _verify(self, way: _Way) -> _Way:
+    def _verify_way(self, way: _Way) -> _Way:
         """Return the way; raise ``_Excused`` if it changes results of the reference in FP64."""
         golden = way.keep(tensors_of(self._base.golden))
         changes = _measure_changes(way.join([tensors_of(one.golden) for one in way.runs]), golden, golden)
-        moved = {key: change for key, change in changes.items() if not change <= _FP64}
+        moved = {key: change for key, change in changes.items() if not change <= SAME_IN_FP64}
         if not moved:
             return way
         worst = max(moved, key=lambda key: moved[key])
         raise _Excused("reference", f"{way.told}, the reference's own {label_of(*worst)} changes by {moved[worst]:.2g}")
 
-    def _vary(
+    def _vary_inputs(
         self,
         inputs: Mapping[str, Tensor],
         flow: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
@@ -472,7 +474,7 @@ class _Subject:
 
     # What explains a change.
 
-    def _judge(self, axis: str, way: _Way) -> Outcome:
+    def _judge_way(self, axis: str, way: _Way) -> Outcome:
         try:
             made = way.join([way.run(one) for one in way.runs])
         except Exception as error:  # the port's code may raise anything on other shapes
@@ -484,19 +486,19 @@ class _Subject:
             told = "all is equal to the bit" if changes else "nothing is left to compare"
             return Outcome(axis, "equal" if changes else "none", 0.0, f"{way.told}, {told}")
 
-        for excuse in self._explain(way, golden):
+        for excuse in self._explain_changes(way, golden):
             verdict, why, explained = excuse
-            if all(changes[key] <= _most(golden[key]) * explained[key] for key in changes):
+            if all(changes[key] <= _allow_times(golden[key]) * explained[key] for key in changes):
                 worst = max(changes, key=lambda key: changes[key])
                 why = f"as {why} explain ({explained[worst]:.2g})"
                 break
         else:
             verdict, worst = "depends", max(changes, key=lambda key: changes[key] / (explained[key] + TINY))
-            why = f"of which rounding explains {explained[worst]:.2g}{self._locate(way)}"
+            why = f"of which rounding explains {explained[worst]:.2g}{self._locate_departure(way)}"
         told = f"{way.told}, {label_of(*worst)} changes by {changes[worst]:.2g} of its norm, {why}"
         return Outcome(axis, verdict, changes[worst], told)
 
-    def _explain(self, way: _Way, golden: Tensors) -> Iterator[tuple[Verdict, str, Changes]]:
+    def _explain_changes(self, way: _Way, golden: Tensors) -> Iterator[tuple[Verdict, str, Changes]]:
         """Yield what may explain changes, in words, with the changes that it explains."""
         rounding, alike = self._request.precision.rounding, [(FUSED, FUSED), (UNFUSED, UNFUSED)]
         stored = Rounding(rounding.storage) if rounding.quantizes else rounding
@@ -506,7 +508,7 @@ class _Subject:
         explained = self._model_changes(way, golden, rounding, alike)
         if rounding.quantizes:
             # Where scales couple tokens, a port that computes them in parts of its own may round all of them anew.
-            errors = _measure_changes(way.keep(self._model(self._base, rounding, FUSED)), golden, golden)
+            errors = _measure_changes(way.keep(self._run_model(self._base, rounding, FUSED)), golden, golden)
             coupled = [key for key, change in explained.items() if change or rounding.scales_whole_weights]
             explained |= {key: max(explained[key], 2**0.5 * errors[key]) for key in coupled}
             yield "recipe", "the recipe's scales", explained
@@ -526,15 +528,15 @@ class _Subject:
         """Return the largest changes of the model, from the usual pass by one kernel to the way's by another."""
         found = dict.fromkeys(golden, 0.0)
         for one, other in freedoms:
-            made = way.join([self._model(x, rounding, other) for x in way.runs])
-            changes = _measure_changes(made, way.keep(self._model(self._base, rounding, one)), golden)
+            made = way.join([self._run_model(x, rounding, other) for x in way.runs])
+            changes = _measure_changes(made, way.keep(self._run_model(self._base, rounding, one)), golden)
             found = {key: max(found[key], change) for key, change in changes.items()}
         return found
 
-    def _model(self, prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
+    def _run_model(self, prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
         return prepared.cache.get((rounding, freedom), lambda: run_model(prepared, rounding, freedom))
 
-    def _locate(self, way: _Way) -> str:
+    def _locate_departure(self, way: _Way) -> str:
         """Say where the candidate first departs from the reference in one of the way's passes; empty if unknown."""
         for one in way.runs:
             with suppress(Misfit):
@@ -561,10 +563,10 @@ def _measure_changes(tensors: Tensors, own: Tensors, golden: Tensors) -> Changes
     return {key: measure(key) for key in golden}
 
 
-def _most(x: Tensor) -> float:
+def _allow_times(x: Tensor) -> float:
     """Return how many times as large a change of a tensor may be as what explains it."""
     return max(RATIO, ratio_by_chance(x.numel()))
 
 
-def _select(x: Tensor, dim: int, rows: Tensor) -> Tensor:
+def _select_rows(x: Tensor, dim: int, rows: Tensor) -> Tensor:
     return x.index_select(dim, rows.to(x.device))

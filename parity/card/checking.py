@@ -50,12 +50,14 @@ def _compare_verdicts(before: Card, now: Card) -> Iterator[Change]:
     old, new = ({_name_comparison(one): one for one in card.comparisons} for card in (before, now))
     for name in dict.fromkeys([*old, *new]):
         if name not in new:
-            yield Change(f"{name}: compared before ({_tell(old[name])}), not any more", is_worse=True)
+            yield Change(f"{name}: compared before ({_tell_verdict(old[name])}), not any more", is_worse=True)
         elif name not in old:
-            yield Change(f"{name}: {_tell(new[name])}, not compared before", new[name].status in ("failed", "error"))
-        elif _tell(old[name]) != _tell(new[name]):
+            yield Change(
+                f"{name}: {_tell_verdict(new[name])}, not compared before", new[name].status in ("failed", "error")
+            )
+        elif _tell_verdict(old[name]) != _tell_verdict(new[name]):
             is_worse = _ORDER.index(new[name].status) > _ORDER.index(old[name].status)
-            yield Change(f"{name}: {_tell(old[name])} before, {_tell(new[name])} now", is_worse)
+            yield Change(f"{name}: {_tell_verdict(old[name])} before, {_tell_verdict(new[name])} now", is_worse)
         elif old[name].formats != new[name].formats:
             yield Change(f"{name}: TE's modules computed in other formats", is_worse=True)
 
@@ -74,5 +76,5 @@ def _name_comparison(one: Comparison) -> str:
     return f"{one.way} at {one.precision}{f' ({one.size_in_words})' if one.size else ''}{attention}"
 
 
-def _tell(one: Comparison) -> str:
+def _tell_verdict(one: Comparison) -> str:
     return f"{one.status}, margin {short(one.margin)}" if one.margin is not None else one.status

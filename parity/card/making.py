@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -73,7 +71,7 @@ def make_card(
         format=FORMAT,
         pair=f"{os.path.relpath(case.path, folder)}::{case.name}",
         model=model,
-        commit=_describe_commit(case.path.parent),
+        commit=environment.describe_commit(case.path.parent),
         code={name: checksum for name, checksum in asked.code.items() if name not in _ASKED},
         weights=weights,
         environment={
@@ -154,11 +152,3 @@ def _hash_weights(prepared: Prepared) -> str:
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(parameter.detach().cpu().double().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _describe_commit(folder: Path) -> str:
-    """Return the commit of a folder's repository, and whether files in it differ; empty if it is in none."""
-    asked = "git", "-C", str(folder), "describe", "--always", "--exclude=*", "--dirty= with changes"
-    with suppress(OSError):  # no git
-        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-    return ""

@@ -10,9 +10,9 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, stdev
 
-from scipy import stats
+from scipy import special
 
 from parity.judge.limits import SIGNED
 from parity.mistakes.codes import repairable
@@ -42,26 +42,26 @@ def judge_together(results: Sequence[Result]) -> list[Result]:
     found = [
         (label, where, some)
         for (label, where), some in checks.items()
-        if len(some) == len(results) and _pooled(some) > some[0].limit
+        if len(some) == len(results) and _pool_seeds(some) > some[0].limit
     ]
     if not found:
         return list(results)
     *others, last = results
     reason = "each seed is within its limits, but all lean the same way"
     seeds = ",".join(str(result.seed) for result in results)
-    found.sort(key=lambda one: -_pooled(one[2]) / one[2][0].limit)
-    finding = _finding_of([_describe(label, where, some) for label, where, some in found], len(results), seeds)
+    found.sort(key=lambda one: -_pool_seeds(one[2]) / one[2][0].limit)
+    finding = _finding_of([_describe_bias(label, where, some) for label, where, some in found], len(results), seeds)
     return [*others, replace(last, status="failed", reason=reason, findings=(*last.findings, finding))]
 
 
-def _pooled(checks: Sequence[Check]) -> float:
+def _pool_seeds(checks: Sequence[Check]) -> float:
     """Return the mean of a signed statistic over seeds, in standard deviations of that mean."""
     return max(0.0, abs(fmean(check.value for check in checks)) - _OWN_LEANING) * math.sqrt(len(checks))
 
 
-def _describe(label: str, where: str, checks: Sequence[Check]) -> str:
+def _describe_bias(label: str, where: str, checks: Sequence[Check]) -> str:
     shares = [check.coefficient for check in checks]
-    half = float(stats.sem(shares) * stats.t.ppf(0.975, len(shares) - 1))
+    half = float(stdev(shares) / math.sqrt(len(shares)) * special.stdtrit(len(shares) - 1, 0.975))
     of = f"the change that {where} would make" if where else "the tensor itself"
     return f"the error of {label} contains {fmean(shares):+.2g} (95 % interval ± {half:.1g}) times {of}"
 

@@ -121,8 +121,8 @@ def with_smaller_size(source: Source, trials: Trials) -> Iterator[str]:
     """Yield texts with smaller numbers in the pair's declaration: all large ones, then each."""
     declaration = source.declaration(trials.item.case.name)
     numbers = list(source.numbers(declaration)) if declaration else []
-    yield _halved(source, [one for one in numbers if one[0] >= _LARGE])
-    yield from _reduced(source, [[one] for one in numbers])
+    yield _halve_numbers(source, [one for one in numbers if one[0] >= _LARGE])
+    yield from _reduce_numbers(source, [[one] for one in numbers])
 
 
 def with_smaller_numbers(source: Source, _: Trials) -> Iterator[str]:
@@ -136,7 +136,7 @@ def with_smaller_numbers(source: Source, _: Trials) -> Iterator[str]:
             for some in ([one], [x for x in lists if len(x.elts) == len(one.elts)]):
                 yield source.replaced({source.span(x): _without_element(source, x, index) for x in some})
     every = list(source.numbers(source.tree))
-    yield _halved(source, [one for one in every if one[0] >= _LARGE])
+    yield _halve_numbers(source, [one for one in every if one[0] >= _LARGE])
     places: list[ast.AST] = [*constants]
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef) and node in body and node.decorator_list:
@@ -145,12 +145,12 @@ def with_smaller_numbers(source: Source, _: Trials) -> Iterator[str]:
             places.append(node)
     knobs = [[one] for node in places for one in source.numbers(node)]
     knobs += [some for value, some in grouped(every, lambda one: one[0]).items() if value >= _LEAST_SHARED]
-    yield from _reduced(source, knobs)
+    yield from _reduce_numbers(source, knobs)
     for first, second in combinations(knobs, 2):
-        yield _halved(source, [*first, *second])
+        yield _halve_numbers(source, [*first, *second])
 
 
-def _reduced(source: Source, knobs: Sequence[Sequence[_Number]]) -> Iterator[str]:
+def _reduce_numbers(source: Source, knobs: Sequence[Sequence[_Number]]) -> Iterator[str]:
     """Yield texts with a smaller number in place of equal ones: 1, a half, a power of two, then ever nearer ones."""
     for knob in knobs:
         value = knob[0][0]
@@ -159,7 +159,7 @@ def _reduced(source: Source, knobs: Sequence[Sequence[_Number]]) -> Iterator[str
             yield source.replaced({span: str(new) for _, span in knob})
 
 
-def _halved(source: Source, numbers: Sequence[_Number]) -> str:
+def _halve_numbers(source: Source, numbers: Sequence[_Number]) -> str:
     return source.replaced({span: str((value + 1) // 2) for value, span in numbers})
 
 

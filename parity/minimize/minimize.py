@@ -76,7 +76,7 @@ def minimize(
                 raise UserError(f"{trials.was!r}, but a copy of {case.path} in another folder does not fail like that")
             beside = "" if smallest == alone else home
             with suppress(KeyboardInterrupt):  # what was found until then is smaller, too
-                for one in _shrink(trials, smallest):
+                for one in _shrink_text(trials, smallest):
                     smallest = one
         finally:
             sys.path.remove(home)
@@ -95,7 +95,7 @@ def _find_failure(some: Iterable[Trials]) -> Trials:
     raise UserError(f"nothing to minimize, since nothing fails: {', '.join(map(repr, results)) or 'no such item'}")
 
 
-def _shrink(trials: Trials, text: str) -> Iterator[str]:
+def _shrink_text(trials: Trials, text: str) -> Iterator[str]:
     """Yield ever smaller texts that fail in the same way, until no proposal does."""
     before, text = "", _declare_alone(trials, text)
     while before != text:

@@ -55,8 +55,8 @@ def with_a_part(source: Source, name: str, pair: Pair, size: Size) -> Iterator[s
             continue
         assert call is not None
         start, end = source.span(call)
-        inputs = _drawn_inputs(pair, draw_inputs(pair, size, Rng(0)))
-        parts = sorted(_counterparts(pair), key=lambda part: (len(part[2]), -len(part[0])))
+        inputs = _list_drawn_inputs(pair, draw_inputs(pair, size, Rng(0)))
+        parts = sorted(_list_counterparts(pair), key=lambda part: (len(part[2]), -len(part[0])))
         for reference, candidate, weights in parts:
             entries = (": ".join(describe(side, "parity.") for side in entry) for entry in weights.items())
             if inputs.get(reference) and len(weights) < len(pair.weights):
@@ -72,37 +72,39 @@ def with_a_part(source: Source, name: str, pair: Pair, size: Size) -> Iterator[s
                 )
 
 
-def _counterparts(pair: Pair) -> Iterator[tuple[str, str, WeightMap]]:
+def _list_counterparts(pair: Pair) -> Iterator[tuple[str, str, WeightMap]]:
     """Yield names of a submodule of the reference and of one of the candidate, with the map between them.
 
     Either both are the innermost modules with these weights, or both hold them under the same names. Otherwise one may
     do something around the weights that the other leaves to a module around it.
     """
     for name, _ in pair.reference.named_modules():
-        own = {left: right for left, right in pair.weights.items() if name and _has(left, name)}
-        innermost = [_innermost(side) for side in (own.keys(), own.values())]
+        own = {left: right for left, right in pair.weights.items() if name and _has_parameters(left, name)}
+        innermost = [_find_innermost(side) for side in (own.keys(), own.values())]
         for other in dict.fromkeys(filter(None, (innermost[1], name))):
-            both = {a: b for a, b in pair.weights.items() if _has(a, name) or _has(b, other)}
-            is_whole = all(_has(a, name, every=True) and _has(b, other, every=True) for a, b in both.items())
-            below = {_below(a, name): _below(b, other) for a, b in both.items()}
+            both = {a: b for a, b in pair.weights.items() if _has_parameters(a, name) or _has_parameters(b, other)}
+            is_whole = all(
+                _has_parameters(a, name, every=True) and _has_parameters(b, other, every=True) for a, b in both.items()
+            )
+            below = {_rename_below(a, name): _rename_below(b, other) for a, b in both.items()}
             if own and is_whole and ([name, other] == innermost or all(a == b for a, b in below.items())):
                 yield name, other, below
 
 
-def _innermost(sides: Iterable[Side]) -> str:
+def _find_innermost(sides: Iterable[Side]) -> str:
     """Return the name of the innermost module that has all of these parameters."""
     return ".".join(commonprefix([one.split(".")[:-1] for side in sides for one in names(side)]))  # noqa: RUF071
 
 
-def _has(side: Side, module: str, every: bool = False) -> bool:
+def _has_parameters(side: Side, module: str, every: bool = False) -> bool:
     return (all if every else any)(one.startswith(f"{module}.") for one in names(side))
 
 
-def _below(side: Side, module: str) -> Side:
+def _rename_below(side: Side, module: str) -> Side:
     return renamed(side, lambda one: one.removeprefix(f"{module}."))
 
 
-def _drawn_inputs(pair: Pair, inputs: Any) -> dict[str, str]:
+def _list_drawn_inputs(pair: Pair, inputs: Any) -> dict[str, str]:
     """Return the expressions that draw inputs like those of the reference's submodules, by the submodule's name.
 
     Such an expression is empty for a submodule that is given anything but tensors, or something by keyword.
@@ -112,7 +114,9 @@ def _drawn_inputs(pair: Pair, inputs: Any) -> dict[str, str]:
     def watch(name: str, module: nn.Module) -> None:
         def note(_: nn.Module, given: tuple[object, ...], named: dict[str, object]) -> None:
             is_drawn = not named and all(isinstance(x, Tensor) for x in given)
-            found.setdefault(name, ", ".join(_draw(x) for x in given if isinstance(x, Tensor)) if is_drawn else "")
+            found.setdefault(
+                name, ", ".join(_write_draw(x) for x in given if isinstance(x, Tensor)) if is_drawn else ""
+            )
 
         module.register_forward_pre_hook(note, with_kwargs=True)
 
@@ -124,7 +128,7 @@ def _drawn_inputs(pair: Pair, inputs: Any) -> dict[str, str]:
     return found
 
 
-def _draw(value: Tensor) -> str:
+def _write_draw(value: Tensor) -> str:
     shape = ", ".join(map(str, value.shape))
     if value.is_floating_point():
         return f"rng.normal({shape}, std={value.std(correction=0).item():.2g})"

@@ -400,7 +400,7 @@ def _make_items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     options = module.config.stash[_OPTIONS]
     declared = [name for name in case.precisions or () if name not in PRECISION_NAMES]
     asked = options.precisions or (*PRECISION_NAMES, *declared)
-    chosen = [precision_named(name) for name in asked if case.runs_at(name)]
+    chosen = list(map(precision_named, asked))
     kernels = _load_kernels(module.config)
     is_large = options.sizes == "large" or (options.sizes == "auto" and kernels.backend == "gpu")
     sized = replace(case, sizes=(*case.sizes, *case.large_sizes)) if is_large else case

@@ -270,12 +270,17 @@ def version(distribution: str) -> str | None:
 @functools.cache
 def at_commit() -> str:
     """Return `` at commit`` and that of the checkout that parity runs from, and whether files differ; else empty."""
-    root = str(Path(__file__).parents[2])
-    asked = "git", "-C", root, "describe", "--always", "--exclude=*", "--dirty= with changes"
+    root = Path(__file__).parents[2]
+    # A repository around an installed package is not parity's.
+    commit = describe_commit(root) if Path(root, ".git").exists() else ""
+    return commit and f" at commit {commit}"
+
+
+def describe_commit(folder: Path) -> str:
+    """Return the commit of a folder's repository, and whether files in it differ; empty if it is in none."""
+    asked = "git", "-C", str(folder), "describe", "--always", "--exclude=*", "--dirty= with changes"
     with suppress(OSError):  # no git
-        if Path(root, ".git").exists():  # a repository around an installed package is not parity's
-            said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-            return said and f" at commit {said}"
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     return ""
 
 

@@ -404,7 +404,7 @@ def draw_with(plots_by: str, run: Digest, name: str, runs: Comparison | None = N
         columns=COLUMNS,
         format_columns=formats.COLUMNS,
         style=Markup(_read_file("page.css")),
-        library=_pack(plots_by) if view.plots else "",
+        library=_pack_script(plots_by) if view.plots else "",
         script=Markup(script()),
         hashes=Markup(hashes),
         data=Markup(data_of(view.plots)),
@@ -421,7 +421,7 @@ def plotly() -> str:
 
 
 @functools.cache
-def _pack(script: str) -> str:
+def _pack_script(script: str) -> str:
     """Return a script as the page's own script unpacks it: compressed to a third, in letters that HTML may contain."""
     return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
 

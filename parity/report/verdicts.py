@@ -188,7 +188,7 @@ def describe_result(result: Result) -> Verdict:
         backend=result.backend,
         status=result.status,
         reason=result.reason,
-        margin=_finite(result.margin),
+        margin=_as_json_number(result.margin),
         findings=list(map(_describe_finding, result.findings)),
         notes=list(map(str, result.notes)),
         tensors=list(map(_describe_tensor, result.tensors)),
@@ -196,7 +196,12 @@ def describe_result(result: Result) -> Verdict:
         attention=result.attention,
         ranks=result.ranks,
         steps=[
-            Step(number=one.number, loss=_finite(one.loss), golden=_finite(one.golden), margin=_finite(one.margin))
+            Step(
+                number=one.number,
+                loss=_as_json_number(one.loss),
+                golden=_as_json_number(one.golden),
+                margin=_as_json_number(one.margin),
+            )
             for one in result.steps
         ],
         seconds=result.seconds,
@@ -224,14 +229,14 @@ def _describe_tensor(tensor: TensorResult) -> Tensor:
         kind=tensor.kind,
         shape=list(tensor.shape),
         passed=tensor.passed,
-        margin=_finite(tensor.margin),
-        error=_finite(tensor.errors.relative_l2),
-        expected=_finite(tensor.expected.relative_l2),
-        limit=_finite(tensor.tolerance_relative_l2),
+        margin=_as_json_number(tensor.margin),
+        error=_as_json_number(tensor.errors.relative_l2),
+        expected=_as_json_number(tensor.expected.relative_l2),
+        limit=_as_json_number(tensor.tolerance_relative_l2),
         statistic=worst.statistic if worst else "",
         where=worst.where if worst else "",
     )
 
 
-def _finite(number: float) -> float | None:
+def _as_json_number(number: float) -> float | None:
     return number if math.isfinite(number) else None

@@ -127,7 +127,7 @@ def _sections(found: Mapping[Trial, Said], settings: Settings) -> Iterator[str]:
     for title, wrong in (("Wrong ports that are rejected", True), ("Right ports that are rejected", False)):
         yield f"## {title}"
         rows = [
-            [name, *(_count(judged, name, precision, wrong) for precision in settings.precisions)]
+            [name, *(_count_rejected(judged, name, precision, wrong) for precision in settings.precisions)]
             for name in (PARITY, PROBED, *RULES)
         ]
         yield reporting.texts(rows, ["rule", *(f"`{name}`" for name in settings.precisions)])
@@ -144,6 +144,6 @@ def _sections(found: Mapping[Trial, Said], settings: Settings) -> Iterator[str]:
         )
 
 
-def _count(judged: Mapping[Trial, Said], rule: str, precision: str, wrong: bool) -> str:
+def _count_rejected(judged: Mapping[Trial, Said], rule: str, precision: str, wrong: bool) -> str:
     of = [said for one, said in judged.items() if one.precision == precision and bool(one.bug) == wrong]
     return f"{sum(rule in said.rejected_by for said in of)} of {len(of)}"
