@@ -536,7 +536,8 @@ def observe_port(request: Request, prepared: Prepared) -> Port:
         own_recipes(precision.recipe is not None) as recipes,
         steps_seen(precision.dtype) as steps,
         choices_seen(choices_in(prepared, precision.rounding)) as choices,
-        plain_calls(precision.dtype) as names,  # last, since it looks at which code surrounds the calls
+        # This is last, since it looks at which code surrounds the calls.
+        plain_calls(precision.dtype, prepared.evaluation) as names,
     ):
         run_again(request, prepared)
     return Port(tuple(sorted(names)), together(steps), tuple(choices), tuple(dict.fromkeys(recipes)))

@@ -188,9 +188,9 @@ class Matcher:
         if not sources or any(source not in self._of for source in sources):
             return False
         if one.name in MOVES:
-            if len(sources) == 1 and sources[0].tensor.shape == one.tensor.shape:
-                self._narrow_begin(one, sources[0])
-            elif one.tensor.dim() > 1:  # such as rows that fill up packed sequences
+            self._narrow_begins(one, sources)
+            is_rearranged = len(sources) > 1 or sources[0].tensor.shape != one.tensor.shape
+            if is_rearranged and one.tensor.dim() > 1:  # such as rows that fill up packed sequences
                 self._learn_rows(one, [match.value for source in sources for match in self._of[source]])
             self._of[one] = [match for source in sources for match in self._of[source]]
             return True
@@ -199,17 +199,19 @@ class Matcher:
             self._of[one] = self._of[same[0]]
         return bool(same)
 
-    def _narrow_begin(self, one: Watched, source: Watched) -> None:
-        """Let later stages begin from a value as it was cast to 16 bits, if the port casts a matched one."""
-        if one.tensor.element_size() >= source.tensor.element_size():
-            return
-        for match in self._of[source]:
-            if match.watched is source and self.found.get(match.value.number) is match:
-                begin = match.arrange(one.tensor.double())
-                changed = replace(match, begin=begin)
-                self._of[source] = [changed if other is match else other for other in self._of[source]]
-                self.found[match.value.number] = changed
-                self._values.give(match.value, begin)
+    def _narrow_begins(self, one: Watched, sources: Sequence[Watched]) -> None:
+        """Let later stages begin from values as they were cast to 16 bits, if the port casts matched ones whole."""
+        for source in sources:
+            if one.tensor.element_size() >= source.tensor.element_size():
+                continue
+            for match in self._of[source]:
+                is_whole = one.tensor.numel() >= match.watched.tensor.numel()
+                if is_whole and self.found.get(match.value.number) is match:
+                    begin = match.begin.to(one.tensor.dtype).double()
+                    changed = replace(match, begin=begin)
+                    self._of[source] = [changed if other is match else other for other in self._of[source]]
+                    self.found[match.value.number] = changed
+                    self._values.give(match.value, begin)
 
     # What linear layers return.
 
