@@ -131,6 +131,7 @@ def compared(
     decode: Callable[[Model, Tensor], Tensor] | None = None,
     layers: int = 1,
     stages: bool = False,
+    pair: dict[str, Any] | None = None,
     **options: Any,
 ) -> parity.Result:
     """Compare a model with a port that decodes wrongly, or that computes something else from its logits."""
@@ -148,6 +149,7 @@ def compared(
             inputs=lambda rng: rng.integers(BATCH, SEQ, high=VOCABULARY) if has_ids else rng.normal(BATCH, SEQ, HIDDEN),
             call_candidate=call_candidate,
             evaluation=True,
+            **(pair or {}),
         )
 
     return parity.compare(parity.Case("decoder", factory, sizes=({},)), [precision], stages=stages)[0]
@@ -284,6 +286,17 @@ def test_log_probabilities_in_16_bits_are_noted_with_what_that_costs():
     result = compared({}, has_ids=True, ends=narrow)
     assert result.passed
     assert any("returning them in bfloat16 instead of FP32 alone makes" in note for note in result.notes)
+
+
+def test_the_first_wrong_one_of_scores_with_one_dimension_is_told():
+    def ends(logits: Tensor, ids: Tensor) -> Tensor:
+        right = log_probs(logits[:, :-1], ids[:, 1:]).flatten()
+        return torch.cat((right[:37], right[37:] - 0.5))
+
+    reference = {"call_reference": lambda model, x: model(x).flatten()}
+    result = compared({}, has_ids=True, decode=lambda model, x: model.decoded(x, {}, {}), ends=ends, pair=reference)
+    assert result.status == "failed", result.reason
+    assert any("right before index 37 of dimension 0 (of 60" in note for note in result.notes), result.notes
 
 
 def test_the_place_of_a_decoder_that_nothing_explains_is_told():
