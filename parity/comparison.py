@@ -796,8 +796,8 @@ def catching(run: Callable[[], _Returned], otherwise: Callable[[BaseException], 
 
 def error_result(request: Request, error: BaseException) -> Result:
     """Return an error for what was raised where no step expects it, such as in a step of a training."""
-    if isinstance(error, UserError):
-        return request.result("error", reason=said(error))
+    if isinstance(error, (UserError, NotOffered)):
+        return request.result("skipped" if isinstance(error, NotOffered) else "error", reason=said(error))
     whose = "the pair's code" if users_line(error) else "parity itself, because of a bug or an unusual tensor,"
     return _error_result(request, f"{whose} raised {_say_where_raised(error)}", error)
 

@@ -467,6 +467,16 @@ def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None
     assert {tensor.label for tensor in results[0].tensors} >= {"output", "d weight", "d bias"}
 
 
+def test_a_run_trains_what_declares_no_steps_and_says_what_it_cannot_decode(command: Command, tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    done = command("run", "my_pairs.py", "-p", "bf16", "--training", "--decoding", "-n", "0", "--json")
+    told = {verdict["id"].partition("[")[2]: verdict["status"] for verdict in json.loads(done.stdout)["verdicts"]}
+    assert (done.returncode, told) == (
+        0, {"bf16-2x16]": "passed", "bf16-2x16-steps3]": "passed", "bf16-2x16-decoding]": "skipped"}
+    )  # fmt: skip
+    assert "skipped 1 item: not decoded, since neither Linear.forward nor call_candidate has an argument" in done.stderr
+
+
 def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(command: Command, tmp_path: Path) -> None:
     packaged = limits.packaged()
     strict = {key: replace(law, center=-9.0) if key[0] == "fp32" else law for key, law in packaged.laws.items()}
