@@ -543,6 +543,18 @@ def guide() -> None:
 
 @add_command(
     app,
+    "parity explain PAR201",
+    "parity explain norm-eps",
+)
+def explain(name: Annotated[str, typer.Argument(help="A finding's code or title.")]) -> None:
+    """Print what a finding means, how a port usually comes by it, and how to repair it."""
+    from parity.cli import findings
+
+    print(findings.explain(name))
+
+
+@add_command(
+    app,
     "parity doctor",
     "PARITY_EMULATED_GPU=blackwell parity run -p mxfp8",
 )

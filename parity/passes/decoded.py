@@ -45,7 +45,10 @@ def decoded_case(case: Case, checked: CheckedSize, kernels: Kernels) -> Case:
     with usual_modes(), undisturbed(0), torch.no_grad():
         pair = build(case, checked, 0, kernels)
         pair.candidate.eval()
-        decode = _plan_decoding(_find_call(pair), *_watch_pass(pair, checked, kernels))
+        called, attention = _watch_pass(pair, checked, kernels)
+        for reason in _list_obstacles(pair, called, attention):
+            raise NotOffered(f"not decoded, since {reason}")
+        decode = _make_decoder(_find_call(pair), called[0], attention[0])
 
     def factory(te: ModuleType, **size: Any) -> Pair:
         declared = case.factory(te, **size)
@@ -67,23 +70,19 @@ class _StandIn:
         return self._instead(self._module, *args, **kwargs)
 
 
-def _find_call(pair: Pair) -> Call:
-    """Return what takes the cache: the pair's ``call_candidate``, or the candidate itself.
+def _takes_cache(call: Call) -> bool:
+    return _CACHE in inspect.signature(call).parameters
 
-    Raises:
-        NotOffered: if neither does.
-    """
-    for call, signed in ((pair.call_candidate, pair.call_candidate), (nn.Module.__call__, pair.candidate.forward)):
-        if call and _CACHE in inspect.signature(signed).parameters:  # type: ignore[arg-type]
-            return call
-    name = type(pair.candidate).__name__
-    raise NotOffered(f"not decoded, since neither {name}.forward nor call_candidate has an argument {_CACHE}")
+
+def _find_call(pair: Pair) -> Call:
+    """Return what takes the cache: the pair's ``call_candidate``, or else the candidate itself."""
+    return pair.call_candidate if pair.call_candidate and _takes_cache(pair.call_candidate) else nn.Module.__call__
 
 
 def _through(pair: Pair, instead: Call) -> Call:
     """Return how to call the candidate as the pair does, but ``instead(module, ...)`` for what takes the cache."""
     call = pair.call_candidate
-    if call is None or call is _find_call(pair):
+    if call is None or _takes_cache(call):
         return instead
     return lambda module, *args, **kwargs: call(_StandIn(module, instead), *args, **kwargs)
 
@@ -157,20 +156,14 @@ def _attention_watched(module: nn.Module) -> Iterator[list[_Attention]]:
 # From what was seen to a loop over the tokens.
 
 
-def _plan_decoding(call: Call, called: list[_Called], attention: list[_Attention]) -> Call:
-    """Return what decodes in place of the call that takes the cache.
-
-    Raises:
-        NotOffered: if it cannot be decoded; the message says why.
-    """
-    for reason in _list_obstacles(called, attention):
-        raise NotOffered(f"not decoded, since {reason}")
-    one, (batch, seq) = attention[0], attention[0].batch_and_seq
-    is_sequence_first = next(iter(called[0].given.values())).shape[0] == seq
+def _make_decoder(call: Call, called: _Called, attention: _Attention) -> Call:
+    """Return what decodes in place of the call that takes the cache."""
+    batch, seq = attention.batch_and_seq
+    is_sequence_first = next(iter(called.given.values())).shape[0] == seq
     decoding = Decoding(
-        kv_heads=one.key[-2],
-        head_dim=one.key[-1],
-        head_dim_v=one.value[-1],
+        kv_heads=attention.key[-2],
+        head_dim=attention.key[-1],
+        head_dim_v=attention.value[-1],
         prompt=max(seq // 2, seq - _MOST_DECODED),
         qkv_format="sbhd" if is_sequence_first else "bshd",
         step=None if call is nn.Module.__call__ else call,
@@ -192,10 +185,12 @@ def _plan_decoding(call: Call, called: list[_Called], attention: list[_Attention
     return decode
 
 
-def _list_obstacles(called: list[_Called], attention: list[_Attention]) -> Iterator[str]:
-    """Yield why what was seen cannot be decoded; each reason but the first may rest on those before it being absent."""
+def _list_obstacles(pair: Pair, called: list[_Called], attention: list[_Attention]) -> Iterator[str]:
+    """Yield why a pair cannot be decoded; a reason may hold only if there is none before it."""
     if any(one.given.get(_CACHE) is not None for one in called):
         yield "it decodes already"
+    if not any(map(_takes_cache, filter(None, (pair.call_candidate, pair.candidate.forward)))):
+        yield f"neither {type(pair.candidate).__name__}.forward nor call_candidate has an argument {_CACHE}"
     if len(called) != 1:
         yield f"call_candidate calls the candidate {len(called)} times in a pass, but has to call it once"
     if not attention:
@@ -204,7 +199,7 @@ def _list_obstacles(called: list[_Called], attention: list[_Attention]) -> Itera
         if one.qkv_format == "thd" or not (one.query and one.key and one.value):
             yield f"its attention gets packed tensors ({one.qkv_format}), whose tokens are not told apart"
         if "causal" not in one.mask or "padding" in one.mask:
-            yield f"its attention has the mask {one.mask!r}, and decoding shows what a causal one without padding does"
+            yield f"its attention has the mask {one.mask!r}, not a causal one without padding"
         if one.key[:2] != one.query[:2]:
             yield "its attention has keys of other tokens than its queries"
         if (one.key[-2:], one.value[-1]) != (attention[0].key[-2:], attention[0].value[-1]):

@@ -397,6 +397,21 @@ def test_guide_prints_the_skill_that_is_installed(command: Command) -> None:
     assert (done.returncode, done.stdout) == (0, (Path(cli.__file__).parents[1] / "SKILL.md").read_text())
 
 
+@pytest.mark.parametrize("name", ["PAR101", "par101", "gate-up-swapped", "stacked-in-another-order"])
+def test_a_finding_is_explained_by_its_code_or_title(command: Command, name: str) -> None:
+    done = command("explain", name)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("PAR101 gate-up-swapped, stacked-in-another-order\n\nA stacked weight has")
+    assert "PAR102" not in done.stdout
+
+
+def test_an_unknown_finding_comes_with_the_nearest(command: Command) -> None:
+    done = command("explain", "norm-epsilon")
+    assert (done.returncode, done.stderr) == (
+        2, "parity: no finding has the code or the title 'norm-epsilon'; did you mean norm-eps?\n"
+    )  # fmt: skip
+
+
 def test_list_shows_cases_without_te(tmp_path: Path) -> None:
     write(
         tmp_path,
