@@ -52,13 +52,16 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Mistakes:
     """What a port does when it decodes: by default, what is right."""
 
     start: Callable[[Tensor], Tensor | None] = lambda cached: cached
     number: Callable[[int], int] = lambda layer: layer + 1
     gives_cache: bool = True
+
+
+RIGHT = Mistakes()
 
 
 class Ported(nn.Module):
@@ -113,7 +116,7 @@ NAMES = ("embedding.weight", "head.weight", "head.bias")
 LAYER = {f"{part}.{kind}": f"{part}.{kind}" for part in ("qkv", "out") for kind in ("weight", "bias")}
 
 
-def model(made: Mistakes = Mistakes(), **changes: Any) -> Case:
+def model(made: Mistakes = RIGHT, **changes: Any) -> Case:
     """Return a language model, whose pair calls it on whole sequences for logits and a loss."""
 
     def factory(te: Any, **_: Any) -> parity.Pair:
@@ -212,6 +215,28 @@ def test_a_call_that_takes_the_cache_itself_decodes():
     case = model(call_candidate=call, call_reference=lambda model, ids: model(ids))
     (result,) = parity.compare(decoded(case), ["fp32"])
     assert result.passed, (result.reason, result.findings)
+
+
+class InAModel(nn.Module):
+    """A layer in a model that has an argument for the cache, but does not change the mask."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, inference_params: Any = None) -> Tensor:
+        return self.layer(x, inference_params=inference_params)
+
+
+def test_a_mask_that_te_does_not_take_with_a_cache_is_an_error_with_advice():
+    def factory(te: Any) -> parity.Pair:
+        pair = layer("bshd", lambda model, x: model(x)).factory(te)
+        weights = {left: f"layer.{right}" for left, right in pair.weights.items()}
+        return replace(pair, candidate=InAModel(pair.candidate), weights=weights)
+
+    (result,) = parity.compare(decoded(Case("in_a_model", factory, sizes=[{}])), ["fp32"])
+    assert result.status == "error"
+    assert 'with a cache, TE\'s attention needs attn_mask_type="padding_causal"' in result.reason
 
 
 # What cannot be decoded is said, and is no failure.
