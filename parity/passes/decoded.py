@@ -7,12 +7,11 @@ dimensions, and what TE's attention gets, so that a cache can hold its keys and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +43,10 @@ def decoded_case(case: Case, checked: CheckedSize, kernels: Kernels) -> Case:
     """
     with usual_modes(), undisturbed(0), torch.no_grad():
         pair = build(case, checked, 0, kernels)
-        pair.candidate.eval()
-        called, attention = _watch_pass(pair, checked, kernels)
-        for reason in _list_obstacles(pair, called, attention):
-            raise NotOffered(f"not decoded, since {reason}")
-        decode = _make_decoder(_find_call(pair), called[0], attention[0])
+        seen = _watch_pass(pair, checked, kernels)
+    for reason in _list_obstacles(pair, *seen):
+        raise NotOffered(f"not decoded, since {reason}")
+    decode = partial(_decode, _choose_decoding(*seen))
 
     def factory(te: ModuleType, **size: Any) -> Pair:
         declared = case.factory(te, **size)
@@ -74,120 +72,74 @@ def _takes_cache(call: Call) -> bool:
     return _CACHE in inspect.signature(call).parameters
 
 
-def _find_call(pair: Pair) -> Call:
-    """Return what takes the cache: the pair's ``call_candidate``, or else the candidate itself."""
-    return pair.call_candidate if pair.call_candidate and _takes_cache(pair.call_candidate) else nn.Module.__call__
-
-
 def _through(pair: Pair, instead: Call) -> Call:
-    """Return how to call the candidate as the pair does, but ``instead(module, ...)`` for what takes the cache."""
-    call = pair.call_candidate
-    if call is None or _takes_cache(call):
-        return instead
-    return lambda module, *args, **kwargs: call(_StandIn(module, instead), *args, **kwargs)
+    """Return how to call the candidate as the pair does, but ``instead(call, module, ...)`` in place of one call.
+
+    That is the call that may take a cache: the pair's ``call_candidate`` if it does, or else the candidate's own.
+    """
+    call, instead_of_its_own = pair.call_candidate, partial(instead, nn.Module.__call__)
+    if call is None:
+        return instead_of_its_own
+    if _takes_cache(call):
+        return partial(instead, call)
+    return lambda module, *args, **kwargs: call(_StandIn(module, instead_of_its_own), *args, **kwargs)
+
+
+def _name_arguments(call: Call, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name, the first one first."""
+    is_its_own = call is nn.Module.__call__
+    names = list(inspect.signature(module.forward if is_its_own else call).parameters)[0 if is_its_own else 1 :]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: given.pop(name) for name in names[:1] if name in given} | given
 
 
 # Watch a pass on whole sequences.
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """What a call of TE's attention gets: its format, its mask, and the shapes of queries, keys and values."""
+class _Attention(NamedTuple):
+    """What a call of TE's attention gets.
 
-    qkv_format: str
+    Attributes:
+        mask: the type of its mask.
+        batch, seq: how many sequences there are, and how many tokens each has; 0 for packed ones.
+        stored: the number of heads of keys and values, and the width of a key and of a value.
+    """
+
     mask: str
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
-
-    @property
-    def batch_and_seq(self) -> tuple[int, ...]:
-        return self.query[:2] if self.qkv_format == "bshd" else self.query[1::-1]
+    batch: int
+    seq: int
+    stored: tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class _Called:
-    """A call of what takes the cache: its arguments by name, the first of which holds the tokens, and its result."""
-
-    given: Mapping[str, Any]
-    returned: Any
+_Called = tuple[dict[str, Any], Any]  # the arguments of a call by name, and its result
 
 
 def _watch_pass(pair: Pair, checked: CheckedSize, kernels: Kernels) -> tuple[list[_Called], list[_Attention]]:
-    call, called = _find_call(pair), list[_Called]()
+    called, attention = list[_Called](), list[_Attention]()
 
-    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def watched(call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         returned = call(module, *args, **kwargs)
-        called.append(_Called(_name_arguments(call, module, args, kwargs), returned))
+        called.append((_name_arguments(call, module, args, kwargs), returned))
         return returned
-
-    dtype = next((x.dtype for x in pair.candidate.parameters() if x.is_floating_point()), torch.float32)
-    args, kwargs = as_arguments(cast(draw_inputs(pair, checked.size, Rng(0)), dtype, kernels.device))
-    with _attention_watched(pair.candidate) as attention:
-        _through(pair, watched)(pair.candidate, *args, **kwargs)
-    return called, attention
-
-
-def _name_arguments(call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    is_itself = call is nn.Module.__call__
-    names = list(inspect.signature(module.forward if is_itself else call).parameters)[0 if is_itself else 1 :]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return {name: given.pop(name) for name in names[:1] if name in given} | given
-
-
-@contextmanager
-def _attention_watched(module: nn.Module) -> Iterator[list[_Attention]]:
-    seen: list[_Attention] = []
 
     def note(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(part.forward).bind(*args, **kwargs).arguments
         qkv_format, mask = (given.get(name) or getattr(part, name) for name in ("qkv_format", "attn_mask_type"))
-        shapes = (getattr(given.get(f"{one}_layer"), "shape", ()) for one in ("query", "key", "value"))
-        seen.append(_Attention(qkv_format, mask, *map(tuple, shapes)))
+        query, key, value = (given[f"{one}_layer"].shape for one in ("query", "key", "value"))
+        batch, seq = {"bshd": query[:2], "sbhd": query[1::-1]}.get(qkv_format, (0, 0))
+        attention.append(_Attention(mask, batch, seq, (key[-2], key[-1], value[-1])))
 
-    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in attention_modules(module)]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-# From what was seen to a loop over the tokens.
-
-
-def _make_decoder(call: Call, called: _Called, attention: _Attention) -> Call:
-    """Return what decodes in place of the call that takes the cache."""
-    batch, seq = attention.batch_and_seq
-    is_sequence_first = next(iter(called.given.values())).shape[0] == seq
-    decoding = Decoding(
-        kv_heads=attention.key[-2],
-        head_dim=attention.key[-1],
-        head_dim_v=attention.value[-1],
-        prompt=max(seq // 2, seq - _MOST_DECODED),
-        qkv_format="sbhd" if is_sequence_first else "bshd",
-        step=None if call is nn.Module.__call__ else call,
-    )
-
-    def decode(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        given = _name_arguments(call, module, args, kwargs)
-        x, _ = given.pop(next(iter(given))), given.pop(_CACHE, None)
-        given |= {name: MASK for name in MASK_ARGUMENTS if name in given}
-        try:
-            returned = decoding(module, x.transpose(0, 1) if is_sequence_first else x, **given)
-        except Exception as error:
-            if any(one in str(error) for one in REFUSED_SHAPES):
-                told = f"a step has {batch} tokens, one for each sequence: {first_paragraph(error).split(', but')[0]}"
-                raise NotOffered(f"not decoded, since {told}; declare a size with a larger batch") from error
-            raise
-        return returned.transpose(0, 1) if is_sequence_first else returned
-
-    return decode
+    for part in attention_modules(pair.candidate.eval()):
+        part.register_forward_pre_hook(note, with_kwargs=True)
+    dtype = next((x.dtype for x in pair.candidate.parameters() if x.is_floating_point()), torch.float32)
+    args, kwargs = as_arguments(cast(draw_inputs(pair, checked.size, Rng(0)), dtype, kernels.device))
+    _through(pair, watched)(pair.candidate, *args, **kwargs)
+    return called, attention
 
 
 def _list_obstacles(pair: Pair, called: list[_Called], attention: list[_Attention]) -> Iterator[str]:
     """Yield why a pair cannot be decoded; a reason may hold only if there is none before it."""
-    if any(one.given.get(_CACHE) is not None for one in called):
+    if any(given.get(_CACHE) is not None for given, _ in called):
         yield "it decodes already"
     if not any(map(_takes_cache, filter(None, (pair.call_candidate, pair.candidate.forward)))):
         yield f"neither {type(pair.candidate).__name__}.forward nor call_candidate has an argument {_CACHE}"
@@ -195,25 +147,46 @@ def _list_obstacles(pair: Pair, called: list[_Called], attention: list[_Attentio
         yield f"call_candidate calls the candidate {len(called)} times in a pass, but has to call it once"
     if not attention:
         yield "no DotProductAttention of TE's runs in it"
-    for one in attention:
-        if one.qkv_format == "thd" or not (one.query and one.key and one.value):
-            yield f"its attention gets packed tensors ({one.qkv_format}), whose tokens are not told apart"
-        if "causal" not in one.mask or "padding" in one.mask:
-            yield f"its attention has the mask {one.mask!r}, not a causal one without padding"
-        if one.key[:2] != one.query[:2]:
-            yield "its attention has keys of other tokens than its queries"
-        if (one.key[-2:], one.value[-1]) != (attention[0].key[-2:], attention[0].value[-1]):
+    for mask, batch, _, stored in attention:
+        if not batch:
+            yield "its attention gets packed sequences"
+        if "causal" not in mask or "padding" in mask:
+            yield f"its attention has the mask {mask!r}, not a causal one without padding"
+        if stored != attention[0].stored:
             yield "its layers have keys and values of different shapes, but TE's cache has one shape for all layers"
-    (batch, seq), called_once = attention[0].batch_and_seq, called[0]
-    name, x = next(iter(called_once.given.items()))
-    shape = x.shape[:2] if isinstance(x, Tensor) else ()
-    if batch == seq or seq < 2 or tuple(shape) not in ((batch, seq), (seq, batch)):
-        yield (
-            f"{name} should hold {batch} sequences of {seq} tokens, two or more and not as many as there are sequences"
-        )
-    others = [other for other, y in called_once.given.items() if isinstance(y, Tensor) and y.shape[:2] == shape]
-    if len(others) > 1:
+    (_, batch, seq, _), (given, returned) = attention[0], called[0]
+    shapes = {name: tuple(x.shape[:2]) for name, x in given.items() if isinstance(x, Tensor)}
+    name = next(iter(given), "nothing")
+    shape = shapes.get(name, ())
+    if batch == seq or seq < 2 or shape not in ((batch, seq), (seq, batch)):
+        yield f"{name} begins with the dimensions {shape}, which do not tell {batch} sequences from {seq} tokens"
+    if len(others := [other for other in shapes if shapes[other] == shape]) > 1:
         yield f"it is called with more than one argument that holds something for each token: {', '.join(others)}"
-    returned = called_once.returned
     if not isinstance(returned, Tensor) or returned.shape[:2] != shape:
         yield "it does not return one tensor with something for each token"
+
+
+# From what was seen to a loop over the tokens.
+
+
+def _choose_decoding(called: list[_Called], attention: list[_Attention]) -> Decoding:
+    (_, _, seq, (heads, head_dim, head_dim_v)), (given, _) = attention[0], called[0]
+    is_sequence_first = next(iter(given.values())).shape[0] == seq
+    prompt = max(seq // 2, seq - _MOST_DECODED)
+    return Decoding(heads, head_dim, prompt, "sbhd" if is_sequence_first else "bshd", head_dim_v=head_dim_v)
+
+
+def _decode(decoding: Decoding, call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Decode what ``call`` would compute at once, with tokens and sequences in the order that it has."""
+    given = _name_arguments(call, module, args, kwargs)
+    x, _ = given.pop(next(iter(given))), given.pop(_CACHE, None)
+    given |= {name: MASK for name in MASK_ARGUMENTS if name in given}
+    order = (1, 0) if decoding.qkv_format == "sbhd" else (0, 1)
+    step = None if call is nn.Module.__call__ else call
+    try:
+        return replace(decoding, step=step)(module, x.movedim((0, 1), order), **given).movedim((0, 1), order)
+    except Exception as error:
+        if not any(one in str(error) for one in REFUSED_SHAPES):
+            raise
+        told = f"{x.shape[order[0]]} tokens, one for each sequence: {first_paragraph(error).split(', but')[0]}"
+        raise NotOffered(f"not decoded, since a step has {told}; declare a size with a larger batch") from error

@@ -272,7 +272,7 @@ def twice(model: Any, ids: Tensor) -> Tensor:
         ),
         (
             model(inputs=lambda rng, batch, seq: rng.integers(seq, seq, high=WORDS)),
-            "ids should hold 12 sequences of 12 tokens",
+            r"ids begins with the dimensions \(12, 12\), which do not tell 12 sequences from 12 tokens",
         ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
