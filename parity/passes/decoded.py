@@ -125,9 +125,10 @@ def _watch_pass(pair: Pair, checked: CheckedSize, kernels: Kernels) -> tuple[lis
     def note(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(part.forward).bind(*args, **kwargs).arguments
         qkv_format, mask = (given.get(name) or getattr(part, name) for name in ("qkv_format", "attn_mask_type"))
-        query, key, value = (given[f"{one}_layer"].shape for one in ("query", "key", "value"))
-        batch, seq = {"bshd": query[:2], "sbhd": query[1::-1]}.get(qkv_format, (0, 0))
-        attention.append(_Attention(mask, batch, seq, (key[-2], key[-1], value[-1])))
+        shape = next(x.shape for x in given.values() if isinstance(x, Tensor))  # of queries, or of all three in one
+        batch, seq = {"bshd": shape[:2], "sbhd": shape[1::-1]}.get(qkv_format, (0, 0))
+        widths = part.hidden_size_per_attention_head_k, part.hidden_size_per_attention_head_v
+        attention.append(_Attention(mask, batch, seq, (part.num_gqa_groups_per_partition, *widths)))
 
     for part in attention_modules(pair.candidate.eval()):
         part.register_forward_pre_hook(note, with_kwargs=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import parity
 from parity import te
 from parity.case.case import Case
+from parity.case.registry import load_case
 from parity.case.validate import check_case
 from parity.passes.decoded import decoded_case
 from parity.reference import LlamaLayer
@@ -205,6 +207,12 @@ PROJECTIONS = {"q": "query", "k": "key", "v": "value"}
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
 def test_the_cache_and_the_dimensions_of_a_layer_are_read_from_it(qkv_format):
     (result,) = parity.compare(decoded(layer(qkv_format)), ["fp32"])
+    assert result.passed, (result.reason, result.findings)
+
+
+def test_attention_that_gets_queries_keys_and_values_in_one_tensor_decodes():
+    case = load_case(Path(__file__).parents[2] / "cases" / "layer.py", "transformer_layer_gpt")
+    (result,) = parity.compare(decoded(replace(case, sizes=case.sizes[:1])), ["fp32"])
     assert result.passed, (result.reason, result.findings)
 
 
