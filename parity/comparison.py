@@ -517,13 +517,15 @@ def _advise_on(error: BaseException) -> str:
     """Return what to do about an error that is well known, or an empty text.
 
     Known are shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), a layer that is not recomputed
-    as it was computed, and a graph that an earlier call has left.
+    as it was computed, a graph that an earlier call has left, and a mask that TE does not take with a cache.
     """
     text = said(error)
     if "backward through the graph a second time" in text:
         return "the module reuses a tensor from an earlier call, together with its graph: compute it again in each call"
     if type(error).__name__ == "CheckpointError":
         return "torch.utils.checkpoint recomputes outside of te.autocast: under a recipe, use te.checkpoint"
+    if "KV caching requires padding mask" in text:
+        return 'with a cache, TE\'s attention needs attn_mask_type="padding_causal" (self_attn_mask_type of a layer)'
     if "FP8 execution requires" not in text:
         return ""
     return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
@@ -797,8 +799,8 @@ def catching(run: Callable[[], _Returned], otherwise: Callable[[BaseException], 
 
 def error_result(request: Request, error: BaseException) -> Result:
     """Return an error for what was raised where no step expects it, such as in a step of a training."""
-    if isinstance(error, UserError):
-        return request.result("error", reason=said(error))
+    if isinstance(error, (UserError, NotOffered)):
+        return request.result("skipped" if isinstance(error, NotOffered) else "error", reason=said(error))
     whose = "the pair's code" if users_line(error) else "parity itself, because of a bug or an unusual tensor,"
     return _error_result(request, f"{whose} raised {_say_where_raised(error)}", error)
 
