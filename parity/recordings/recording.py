@@ -30,7 +30,7 @@ from parity.ranks.layout import tensor_parallel_marks
 from parity.recordings import folder as stored
 from parity.recordings.environment import describe_environment
 from parity.recordings.folder import DELAYED, RecordedPass, RecordedValue, key_of
-from parity.recordings.joined import count_tensor_parallel_ranks
+from parity.recordings.joined import count_ranks
 from parity.stages.watch import Watch, Watched
 from parity.te.state import dequantized_tensor, state_manager
 from parity.trace.whose import is_of_te
@@ -347,7 +347,7 @@ class Recorder:
             **{key: x.to("cpu") for key, x in one.gradients.items()},
         }
         values = self._add_values(one, tensors)
-        tp, sequence_parallel = count_tensor_parallel_ranks(one.root)
+        tp, sequence_parallel, cp = count_ranks(one.root)
         marks = tensor_parallel_marks(one.root) if tp > 1 else {}
         trained = {name.removeprefix(one.prefix) for name, x in one.root.named_parameters() if x.requires_grad}
         reached = {name for name in trained if key_of("gradient of weight", name) in tensors}
@@ -376,6 +376,7 @@ class Recorder:
             unscaled=tuple(one.unscaled),
             tp=tp,
             sequence_parallel=sequence_parallel,
+            cp=cp,
             splits={name.removeprefix(one.prefix): (over.dim, over.blocks) for name, over in marks.items()},
         )
         self.written.append(index.stem)

@@ -405,8 +405,56 @@ def test_what_tensor_parallel_ranks_recorded_is_put_together(
     assert is_right(found) == (not mistake), found.result
     assert found.stages is not None
     assert sum(one.stage.evidence == "weights" for one in found.stages.all) > 8
-    with pytest.raises(parity.UserError, match="is of 2 tensor parallel ranks, and 1 of them are there"):
+    with pytest.raises(parity.UserError, match=r"is of 2 ranks \(tp2.*, and 1 of them are there"):
         judge(*passes[:1], pair="divided")
+
+
+def train_sparse(path: str, cp: int, ep: int, mistake: str, takes_whole: bool) -> None:
+    """Train a layer over context and expert parallel ranks, from the same weights as one process has."""
+    from torch import distributed
+
+    from parity.ranks.layout import WHOLE, Degrees, joined, part, whole_names
+
+    made = Degrees(cp=cp, ep=ep)
+    place, ranks = made.place(distributed.get_rank()), joined(made)
+    torch.manual_seed(1)
+    whole = dict(pairs.Sparse(KERNELS.te, WHOLE).to(torch.bfloat16).named_parameters())
+    module = pairs.Sparse(KERNELS.te, ranks, mistake, takes_whole).to(torch.bfloat16)
+    names = whole_names([name for name, _ in module.named_parameters()], list(whole), ep, place["ep"])
+    with torch.no_grad():
+        for name, x in module.named_parameters():
+            x.copy_(whole[names[name]])
+    torch.manual_seed(0)
+    batch = torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16), torch.randint(pairs.EXPERTS, (4, 16))
+    split = [parity.over("ep", dim=0), *([] if takes_whole else [parity.over("cp", dim=1, balanced=True)])]
+    with parity.recording(path):
+        module(*(part(x, split, made, place) for x in batch)).float().square().sum().backward()
+
+
+# The degrees; the mistake; whether each rank is given whole sequences, of which it takes its part; what is said of it.
+SPARSE: dict[str, tuple[int, int, str, bool, str]] = {
+    "attention and experts": (2, 2, "", False, ""),
+    "a part of its own": (2, 1, "", True, ""),
+    "neighbouring chunks": (2, 1, "contiguous", True, "between the inputs and the 1st 'scaled_dot_product_attention'"),
+    "two experts of a rank exchanged": (1, 2, "experts", False, 'map "up.2.weight" to "fc1.weight3"'),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_what_context_and_expert_parallel_ranks_recorded_is_put_together(name: str, tmp_path: Path):
+    cp, ep, mistake, takes_whole, told = SPARSE[name]
+    launch(train_sparse, cp * ep, [str(tmp_path), cp, ep, mistake, takes_whole], timeout=300.0)
+    found = judge(*folder.read(tmp_path), pair="sparse_of_whole" if takes_whole else "sparse")
+    assert is_right(found) == (not mistake), found.result
+    assert any(told in finding.message for finding in found.result.findings) or not mistake, found.result
+    assert found.stages is not None
+    assert sum(one.stage.evidence == "weights" for one in found.stages.all) > 8
+
+
+def test_ranks_that_divide_what_the_pair_does_not_declare_are_an_error(tmp_path: Path):
+    launch(train_sparse, 2, [str(tmp_path), 2, 1, "", False], timeout=300.0)
+    with pytest.raises(parity.UserError, match=r"the ranks of cp have different tensors as argument 0.*over\(\"cp\""):
+        judge(*folder.read(tmp_path), pair="sparse_of_whole")
 
 
 # What may be wrong with a recording.
