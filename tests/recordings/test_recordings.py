@@ -257,16 +257,29 @@ def test_each_data_parallel_rank_records_its_own_batch(tmp_path: Path):
 
 
 def train_sharded(path: str, by: str) -> None:
-    """Train with FSDP2, which gathers the parameters of each layer, or of each of TE's modules, while it runs."""
+    """Train with FSDP, which gathers parameters while a part of the model runs: a layer, one of TE's modules.
+
+    FSDP2 gathers each parameter, FSDP1 (``vector``) one vector of a layer's.
+    """
     from torch import distributed
+    from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     module = ported(dtype=torch.float32)
-    options = dict(mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    parts = module.layers if by == "layer" else [x for x in module.modules() if x._parameters]
-    for part in (*parts, module):
-        fully_shard(part, **options)
+    if by == "vector":
+        module = fsdp.FullyShardedDataParallel(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy({pairs.Port}),
+            mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+    else:
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        parts = module.layers if by == "layer" else [x for x in module.modules() if x._parameters]
+        for part in (*parts, module):
+            fsdp.fully_shard(part, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     torch.manual_seed(distributed.get_rank())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     with parity.recording(path, steps=[1]):
@@ -278,11 +291,11 @@ def train_sharded(path: str, by: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("by", ["layer", "module"])
+@pytest.mark.parametrize("by", ["layer", "module", "vector"])
 def test_each_rank_of_fsdp_records_whole_parameters_and_its_own_gradients(by: str, tmp_path: Path):
     launch(train_sharded, 2, [str(tmp_path), by], timeout=300.0)
     found = [judge(one) for one in folder.read(tmp_path)]
-    assert [one.precision for one in found] == ["bf16" if by == "layer" else "fp8_current"] * 2
+    assert [one.precision for one in found] == ["fp8_current" if by == "module" else "bf16"] * 2
     assert all(is_right(one) for one in found), [one.result for one in found]
     assert all(sum(stage.stage.evidence == "weights" for stage in one.stages.all) > 8 for one in found if one.stages)
 
