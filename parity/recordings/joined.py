@@ -99,12 +99,12 @@ def join_ranks(
     joining = _Joining(group, made, pair, _name_in_whole(group, made, pair), _find_splits(first, pair))
     tensors = dict(joining.join_parameters(parameter_shapes(pair.candidate)))
     for name in first.names("argument"):
-        tensors |= joining.join_kind("argument", name, joining.splits.get(name, ()), [])
+        tensors |= joining.join_kind("argument", name)
     whole = _call_whole(first, tensors, pair, kernels, precision)
     values = _join_values(joining, whole, tensors)
     shapes = [one.shape for some in whole.values() for one in some]
     for name in first.outputs:
-        tensors |= joining.join_kind("output", name, joining.splits.get(name, ()), shapes)
+        tensors |= joining.join_kind("output", name, shapes)
     index = dataclasses.replace(
         first,
         values=values,
@@ -156,7 +156,7 @@ class _Joining:
     made: Degrees
     pair: Pair
     names: Sequence[Mapping[str, str]]
-    splits: Mapping[str, Split]
+    splits: dict[str, Split]
 
     @property
     def first(self) -> RecordedPass:
@@ -197,22 +197,22 @@ class _Joining:
                         )
                     yield key_of(kind, name), x
 
-    def join_kind(self, kind: str, name: str, split: Split, shapes: Sequence[Shape]) -> dict[str, Tensor]:
+    def join_kind(self, kind: str, name: str, shapes: Sequence[Shape] = ()) -> dict[str, Tensor]:
         """Return an argument or output and its gradient, by key.
 
         Args:
             kind: ``argument`` or ``output``.
             name: its recorded name.
-            split: how the pair declares that it is divided.
             shapes: of what the whole module computes, among which an output may be that tensor parallel ranks divide.
         """
-        parts = self.tensors(kind, name)
+        parts, split = self.tensors(kind, name), self.splits.get(name, ())
         if not any(one.axis == "tp" for one in split) and self.differ(parts, "tp"):
             # TE divides sequences along the first dimension (``gather_along_first_dim`` in ``pytorch/distributed.py``
             # of TE 2.20.2).
             dims = [0] if kind == "argument" and self.made.sequence_parallel else []
-            dims += [dim for shape in shapes if (dim := _find_divided(parts[0].shape, shape, self.made.tp)) is not None]
-            split = (*split, *(Over("tp", dim) for dim in dims[:1]))
+            part = whole_shape(parts[0].shape, split, self.made)
+            dims += [dim for shape in shapes if (dim := _find_divided(part, shape, self.made.tp)) is not None]
+            self.splits[name] = split = (*split, *(Over("tp", dim) for dim in dims[:1]))
         found = {key_of(kind, name): self.place(parts, split, f"{kind} {name}")}
         if gradients := self.tensors(f"gradient of {kind}", name):
             found[key_of(f"gradient of {kind}", name)] = self.place(gradients, split)

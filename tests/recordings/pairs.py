@@ -202,6 +202,7 @@ def divided(te: ModuleType, **_: Any) -> parity.Pair:
             f"{reference}.mlp.down_proj.weight": f"{candidate}.layernorm_mlp.fc2_weight",
         },
         inputs=lambda rng, seq, batch: rng.normal(seq, batch, WIDTH),
+        parallel=parity.Parallel(splits={key: [parity.over("cp", balanced=True)] for key in ("input", "output")}),
     )
 
 

@@ -382,43 +382,47 @@ def test_each_stage_of_a_pipeline_is_judged_by_its_own_pair(tmp_path: Path):
         assert f"pass 1 of step 0 on rank {rank} at bf16: {'failed' if rank else 'passed'}" in told
 
 
-def train_divided(path: str, mistake: str, sequence_parallel: bool, recipe: str) -> None:
+def train_divided(path: str, mistake: str, cp: int, sequence_parallel: bool, recipe: str) -> None:
     """Train layers whose weights two ranks divide, from the same weights as one process has."""
     from torch import distributed
 
-    from parity.ranks.layout import Degrees, held_by, part
+    from parity.ranks.layout import Degrees, held_by, joined, part
 
-    rank, made = distributed.get_rank(), Degrees(tp=2, sequence_parallel=sequence_parallel)
-    parallel = dict(tp_group=distributed.group.WORLD, tp_size=2, sequence_parallel=sequence_parallel)
+    made = Degrees(tp=2, cp=cp, sequence_parallel=sequence_parallel)
+    place, ranks = made.place(distributed.get_rank()), joined(made)
+    parallel = dict(tp_group=ranks.tp.group, tp_size=2, sequence_parallel=sequence_parallel)
     torch.manual_seed(1)
     whole = dict(pairs.Layers(KERNELS.te, fuse_qkv_params=False).to(torch.bfloat16).named_parameters())
     module = pairs.Layers(KERNELS.te, mistake, fuse_qkv_params=False, **parallel).to(torch.bfloat16)
+    for layer in module.layers if cp > 1 else ():
+        layer.set_context_parallel_group(ranks.cp.group, list(ranks.cp.ranks), ranks.stream(), "p2p")
+    module.count *= cp
     shapes = {name: tuple(x.shape) for name, x in whole.items()}
     with torch.no_grad():
-        for name, held in held_by(module, shapes, {}, made, made.place(rank)).items():
-            module.get_parameter(name).copy_(part(whole[held.whole], held.split, made, made.place(rank)))
+        for name, held in held_by(module, shapes, {}, made, place).items():
+            module.get_parameter(name).copy_(part(whole[held.whole], held.split, made, place))
     torch.manual_seed(0)
     x = torch.randn(16, 4, pairs.WIDTH, dtype=torch.bfloat16)
     with parity.recording(path), autocast(recipe):
-        own = x.chunk(2)[rank] if sequence_parallel else x
-        module(own).float().square().mean().backward()
+        split = [parity.over("cp", balanced=True), *([parity.over("tp")] if sequence_parallel else [])]
+        module(part(x, split, made, place)).float().square().mean().backward()
 
 
 @pytest.mark.parametrize(
-    ("mistake", "sequence_parallel", "recipe"),
-    [("", False, ""), ("", True, "Float8CurrentScaling"), ("unscaled", True, "")],
+    ("mistake", "cp", "sequence_parallel", "recipe"),
+    [("", 1, False, ""), ("", 2, True, "Float8CurrentScaling"), ("unscaled", 1, True, "")],
 )
 def test_what_tensor_parallel_ranks_recorded_is_put_together(
-    mistake: str, sequence_parallel: bool, recipe: str, tmp_path: Path
+    mistake: str, cp: int, sequence_parallel: bool, recipe: str, tmp_path: Path
 ):
-    launch(train_divided, 2, [str(tmp_path), mistake, sequence_parallel, recipe], timeout=300.0)
+    launch(train_divided, 2 * cp, [str(tmp_path), mistake, cp, sequence_parallel, recipe], timeout=300.0)
     passes = folder.read(tmp_path)
-    assert [one.index.tp for one in passes] == [2, 2]
+    assert [one.index.tp for one in passes] == [2] * 2 * cp
     found = judge(*passes, pair="divided")
     assert is_right(found) == (not mistake), found.result
     assert found.stages is not None
     assert sum(one.stage.evidence == "weights" for one in found.stages.all) > 8
-    with pytest.raises(parity.UserError, match=r"is of 2 ranks \(tp2.*, and 1 of them are there"):
+    with pytest.raises(parity.UserError, match=r"is of \d ranks \(tp2.*, and 1 of them are there"):
         judge(*passes[:1], pair="divided")
 
 
