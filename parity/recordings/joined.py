@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -133,11 +133,15 @@ class _Argument:
 def _find_splits(index: RecordedPass, pair: Pair) -> dict[str, Split]:
     """Return how the pair declares that recorded arguments and outputs are divided, by their recorded names."""
     given, splits = unpacked(index.arguments, _Argument), pair.parallel.splits
-    named = positional_names(pair.reference, pair.call_reference, given["args"])
-    tensors = {**dict(zip(named, given["args"], strict=True)), **given["kwargs"]}
-    found = {one.name: tuple(splits.get(name, ())) for name, one in tensors.items() if isinstance(one, _Argument)}
-    outputs = [tuple(split) for name, split in splits.items() if name.startswith("output")]
-    return found | {name: tuple(splits.get(name, outputs[0] if outputs else ())) for name in index.outputs}
+    named = dict(zip(positional_names(pair.reference, pair.call_reference, given["args"]), given["args"], strict=True))
+    keys = {one.name: name for name, one in {**named, **given["kwargs"]}.items() if isinstance(one, _Argument)}
+    outputs = [name for name in splits if name.startswith("output")]
+    keys |= {name: name if name in splits or not outputs else outputs[0] for name in index.outputs}
+    shapes = {name: index.tensors[key_of("output" if name in index.outputs else "argument", name)] for name in keys}
+    return {
+        name: tuple(dataclasses.replace(one, dim=one.dim % len(shapes[name])) for one in splits.get(key, ()))
+        for name, key in keys.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,8 @@ class _Joining:
                     if rank in owners and one.has(kind, owners[rank])
                 }
                 if len(parts) == len(owners):
-                    x = self.place(parts, split, f"weight {name}" if kind == "weight" else "")
+                    is_sum = kind != "weight"
+                    x = self.place(parts, split, "" if is_sum else f"weight {name}", ("cp", "ep") if is_sum else ())
                     if name in shapes and x.numel() != math.prod(shapes[name]):
                         raise UserError(
                             f"the ranks' parts of {name} are {[tuple(x.shape) for x in parts.values()]}, which do not "
@@ -206,6 +211,8 @@ class _Joining:
             shapes: of what the whole module computes, among which an output may be that tensor parallel ranks divide.
         """
         parts, split = self.tensors(kind, name), self.splits.get(name, ())
+        if not parts:
+            raise UserError(f"{self.first} has the {kind} {name} on some ranks only: record the same call on each")
         if not any(one.axis == "tp" for one in split) and self.differ(parts, "tp"):
             # TE divides sequences along the first dimension (``gather_along_first_dim`` in ``pytorch/distributed.py``
             # of TE 2.20.2).
@@ -247,13 +254,16 @@ class _Joining:
         """Return whether ranks along an axis have different numbers."""
         return any(not _are_equal([parts[rank] for rank in some if rank in parts]) for some in self.made.peers(axis))
 
-    def place(self, parts: Mapping[int, Tensor], split: Split, what: str = "") -> Tensor:
+    def place(
+        self, parts: Mapping[int, Tensor], split: Split, what: str = "", adds: Collection[AxisName] = ()
+    ) -> Tensor:
         """Return the whole of a tensor that is divided so; what several ranks hold parts of a sum of is added up.
 
         Args:
             parts: what each rank holds.
             split: how it is divided.
             what: what it is, if it must be the same on all ranks that do not divide it; empty for a gradient.
+            adds: along which axes ranks hold parts of a sum even if these are equal.
 
         Raises:
             UserError: if it is not the same.
@@ -265,14 +275,15 @@ class _Joining:
             for ranks in self.made.peers(axis):
                 held = [rank for rank in ranks if rank in own]
                 same = [own.pop(rank) for rank in held]
-                if same and not _are_equal(same) and what:
+                is_sum = len(same) > 1 and (axis in adds or not _are_equal(same))
+                if is_sum and what:
                     raise UserError(
                         f"{self.first}: the ranks of {axis} have different tensors as {what}. If they divide it, say "
                         f'so in the pair, as in parity.Parallel(splits={{"input": [parity.over("{axis}", dim=0)]}}); '
                         "otherwise record the module that they call with the same, such as the whole model"
                     )
                 if same:
-                    own[held[0]] = same[0] if _are_equal(same) else torch.stack(same).double().sum(0)
+                    own[held[0]] = torch.stack(same).double().sum(0) if is_sum else same[0]
         if not split:
             (x,) = own.values()
             return x
@@ -320,7 +331,9 @@ def _call_whole(
     Raises:
         UserError: if the call raises.
     """
-    fill(pair.candidate, {name: tensors[key_of("weight", name)] for name in parameter_shapes(pair.candidate)})
+    shapes = parameter_shapes(pair.candidate)
+    recorded = {name: tensors.get(key_of("weight", name), torch.empty(0)) for name in shapes}
+    fill(pair.candidate, {name: x for name, x in recorded.items() if tuple(x.shape) == shapes[name]})
     module = moved(pair.candidate, device=kernels.device, dtype=precision.dtype)
     watch = Watch({name: (name,) for name, _ in module.named_parameters()})
     given = unpacked(index.arguments, lambda name: tensors[key_of("argument", name)].to(kernels.device))
@@ -367,7 +380,9 @@ def _find_way(
     joining: _Joining, parts: Mapping[int, Tensor], value: RecordedValue, whole: _WholeValue
 ) -> Callable[[Mapping[int, Tensor]], Tensor] | None:
     """Return what puts the parts of a value together, or of its gradient; None if it cannot be told."""
-    view, split = _find_view(joining, parts[0].shape, value, whole.shape) or ((), ())
+    is_even = len({x.shape for x in parts.values()}) == 1
+    view, split = (_find_view(joining, parts[0].shape, value, whole.shape) if is_even else None) or ((), ())
+    rows, rest = sum(len(x) for x in parts.values()), {x.shape[1:] for x in parts.values()}
 
     def place(some: Mapping[int, Tensor]) -> Tensor:
         viewed = {rank: x.reshape(view) for rank, x in some.items()}
@@ -377,7 +392,7 @@ def _find_way(
         """Let the rows of one rank's experts follow those of the previous rank's."""
         return torch.cat(list(some.values()))
 
-    if joining.made.ep == joining.made.count and sum(len(x) for x in parts.values()) == whole.shape[0] and not view:
+    if joining.made.ep == joining.made.count and not view and {(rows, *shape) for shape in rest} == {whole.shape}:
         way: Callable[[Mapping[int, Tensor]], Tensor] = follow
     elif not view or any(joining.differ(parts, axis) != any(one.axis == axis for one in split) for axis in _JOINING):
         return None
