@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -112,6 +112,7 @@ def join_ranks(
         unreached=joining.rename(first.unreached),
         frozen=joining.rename(first.frozen),
         ranks=first.ranks // made.count,
+        notes=(*first.notes, *joining.notes),
     )
     return JoinedPass(index, group[0].path, tensors)
 
@@ -154,6 +155,7 @@ class _Joining:
         pair: its TE module is whole.
         names: on each rank, the whole module's names of its parameters.
         splits: how arguments and outputs are divided, by their recorded names.
+        notes: what was seen that is not as declared.
     """
 
     group: Sequence[StoredPass]
@@ -161,6 +163,7 @@ class _Joining:
     pair: Pair
     names: Sequence[Mapping[str, str]]
     splits: dict[str, Split]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def first(self) -> RecordedPass:
@@ -384,9 +387,9 @@ def _find_way(
     view, split = (_find_view(joining, parts[0].shape, value, whole.shape) if is_even else None) or ((), ())
     rows, rest = sum(len(x) for x in parts.values()), {x.shape[1:] for x in parts.values()}
 
-    def place(some: Mapping[int, Tensor]) -> Tensor:
+    def place(some: Mapping[int, Tensor], over: Split = split) -> Tensor:
         viewed = {rank: x.reshape(view) for rank, x in some.items()}
-        return joining.place(viewed, split).reshape(whole.shape)
+        return joining.place(viewed, over).reshape(whole.shape)
 
     def follow(some: Mapping[int, Tensor]) -> Tensor:
         """Let the rows of one rank's experts follow those of the previous rank's."""
@@ -398,7 +401,16 @@ def _find_way(
         return None
     else:
         way = place
-    return None if _is_reordered(_mark_rows(way(parts)), whole.marks) else way
+    if not _is_reordered(_mark_rows(way(parts)), whole.marks):
+        return way
+    plain = tuple(dataclasses.replace(one, balanced=False) for one in split)
+    if plain != split and not joining.notes and not _are_apart(_mark_rows(place(parts, plain)), whole.marks):
+        joining.notes.append(
+            f"from the first {value.name!r} in {value.module or 'the model'} on, each rank has neighbouring parts of a "
+            "sequence; the pair declares one from the front and one from the back, which TE's causal attention takes "
+            "them for"
+        )
+    return None
 
 
 def _find_view(joining: _Joining, part: Shape, value: RecordedValue, whole: Shape) -> tuple[Shape, Split] | None:
@@ -420,12 +432,14 @@ def _find_view(joining: _Joining, part: Shape, value: RecordedValue, whole: Shap
     return (tuple(view), tuple(split)) if view else None
 
 
+def _are_apart(marks: Tensor, right: Tensor) -> bool:
+    return float((marks - right).norm()) > 0.1 * float(right.norm())
+
+
 def _is_reordered(marks: Tensor, right: Tensor) -> bool:
     """Return whether rows are those of the whole module's value in another order."""
-    as_they_are, sorted_ = (
-        float((one - other).norm()) for one, other in ((marks, right), (marks.sort().values, right.sort().values))
-    )
-    return as_they_are > 0.1 * float(right.norm()) and sorted_ < 0.2 * as_they_are
+    off, off_if_sorted = (marks - right).norm(), (marks.sort().values - right.sort().values).norm()
+    return _are_apart(marks, right) and bool(off_if_sorted < 0.2 * off)
 
 
 def count_ranks(module: nn.Module) -> tuple[int, bool, int]:

@@ -464,6 +464,7 @@ def test_what_context_and_expert_parallel_ranks_recorded_is_put_together(name: s
     found = judge(*folder.read(tmp_path), pair="sparse_of_whole" if takes_whole else "sparse")
     assert is_right(found) == (not mistake), found.result
     assert any(told in finding.message for finding in found.result.findings) or not mistake, found.result
+    assert any("neighbouring parts of a sequence" in note for note in found.notes) == (mistake == "contiguous")
     assert found.stages is not None
     assert sum(one.stage.evidence == "weights" for one in found.stages.all) > 8
 
