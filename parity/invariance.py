@@ -39,8 +39,7 @@ from parity.result import Kind, Result, label_of
 from parity.search.located import describe_place
 from parity.settings import AXES
 from parity.shown import raised
-from parity.stages.judge import ratio_by_chance
-from parity.stages.locate import RATIO, judge_stages
+from parity.stages.locate import allowed_ratio, judge_stages
 from parity.te import why_refused
 from parity.te.state import checkpointed
 from parity.trace.calls import Misfit
@@ -488,7 +487,7 @@ class _Subject:
 
         for excuse in self._explain_changes(way, golden):
             verdict, why, explained = excuse
-            if all(changes[key] <= _allow_times(golden[key]) * explained[key] for key in changes):
+            if all(changes[key] <= allowed_ratio(golden[key].numel()) * explained[key] for key in changes):
                 worst = max(changes, key=lambda key: changes[key])
                 why = f"as {why} explain ({explained[worst]:.2g})"
                 break
@@ -561,11 +560,6 @@ def _measure_changes(tensors: Tensors, own: Tensors, golden: Tensors) -> Changes
         return norm_of(off.masked_fill(tensors[key].isnan() & own[key].isnan(), 0.0)) / size
 
     return {key: measure(key) for key in golden}
-
-
-def _allow_times(x: Tensor) -> float:
-    """Return how many times as large a change of a tensor may be as what explains it."""
-    return max(RATIO, ratio_by_chance(x.numel()))
 
 
 def _select_rows(x: Tensor, dim: int, rows: Tensor) -> Tensor:
