@@ -35,7 +35,9 @@ from parity.judge.limits import Table
 from parity.judge.pictures import log_prob_outputs, pictured
 from parity.judge.request import CandidateRun, OnProgress, Request, ignore_progress, run_again, unchanged
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
+from parity.judge.unshown import unshown_mistakes
 from parity.mistakes.codes import finding
+from parity.mistakes.hypothesis import Hypothesis
 from parity.numerics.errors import TINY, GoldenTensor
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
 from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
@@ -68,7 +70,7 @@ from parity.passes.refusals import (
     remarks,
 )
 from parity.result import PROBED, REWEIGHED, Finding, Kind, Result, TensorResult, as_printable, label_of
-from parity.shown import raised, said
+from parity.shown import few_of, raised, said
 from parity.stages.locate import Stages, allowed_ratio, judge_stages
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
@@ -83,6 +85,7 @@ from parity.trace.unwritten import Filled
 from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
 from parity.user_error import INTERRUPTS, UserError
 
+_MOST_UNSHOWN = 6  # told
 NOT_SEARCHED = "the cause was not searched for, because of diagnose=False or --parity-diagnosis=no"
 
 
@@ -101,6 +104,7 @@ class Comparison:
         port: what the port was seen to do outside TE, as far as it affects the verdicts.
         remarks: sentences on how this and other faithful kernels changed the verdicts.
         result: the result, without the findings that a search for the cause adds.
+        unshown: known mistakes that would make no difference here.
         needs_cause: whether the result is a failure whose cause is not known yet.
         parts: the comparisons of the parts, if outputs are judged in separate parts.
         whole: the request for all parts together, if the cause is to be searched for there first.
@@ -116,6 +120,7 @@ class Comparison:
     port: Port = field(default_factory=Port)
     remarks: tuple[str, ...] = ()
     result: Result = field(init=False)
+    unshown: tuple[Hypothesis, ...] = ()
     needs_cause: bool = False
     parts: tuple[Comparison, ...] = ()
     whole: Request | None = None
@@ -211,7 +216,7 @@ def judge_at(
         return Comparison(request).ended(error_result(request, error))
 
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
-        comparison = catching(lambda: _probe_weights(_judge_in_parts(request)), end_with_error)
+        comparison = catching(lambda: _note_unshown(_probe_weights(_judge_in_parts(request))), end_with_error)
     result = with_side_effect_notes(comparison.result, disturbed)
     return comparison.ended(as_printable(replace(result, seconds=time.perf_counter() - began)))
 
@@ -315,7 +320,8 @@ def _judge_in_parts(request: Request) -> Comparison:
         parts = [judge_outputs(request), *(one for one in parts if one.result.status != "error")]
     elif parts[-1].result.status == "failed":
         whole = replace(request, on_progress=ignore_progress)
-    return Comparison(request, parts=tuple(parts), whole=whole).ended(merged([one.result for one in parts]))
+    ended = Comparison(request, parts=tuple(parts), whole=whole, unshown=parts[-1].unshown)
+    return ended.ended(merged([one.result for one in parts]))
 
 
 def _probe_weights(comparison: Comparison) -> Comparison:
@@ -338,9 +344,21 @@ def _probe_weights(comparison: Comparison) -> Comparison:
         return comparison.ended(replace(result, notes=(*result.notes, note)))
     tensors = tuple(replace(one, kind=REWEIGHED) for one in other.result.tensors)
     other.result = replace(other.result, tensors=tensors, notes=())
+    names = {one.name for one in other.unshown}
+    comparison.unshown = tuple(one for one in comparison.unshown if one.name in names)
     if other.needs_cause:
         comparison.parts = (Comparison(comparison.request).ended(result), other)
     return comparison.ended(merged([result, other.result]))
+
+
+def _note_unshown(comparison: Comparison) -> Comparison:
+    """Return the comparison with a note on what its pass could not have shown, and the pair does not accept."""
+    result, accepts = comparison.result, comparison.request.case.accepts
+    names = [one.name for one in comparison.unshown if one.title not in accepts]
+    if not (names and result.passed):
+        return comparison
+    note = f"this run could not have shown: {few_of(names, _MOST_UNSHOWN)}"
+    return comparison.ended(replace(result, notes=(*result.notes, note)))
 
 
 def in_fp32(request: Request) -> Request:
@@ -415,7 +433,8 @@ def judge_outputs(request: Request) -> Comparison:
         formats=candidate.formats,
     )
     # Only a search for the cause needs the passes, which may take much memory.
-    return (comparison if comparison.needs_cause else Comparison(request)).ended(result)
+    kept = comparison if comparison.needs_cause else Comparison(request, unshown=comparison.unshown)
+    return kept.ended(result)
 
 
 def _add_digests(judged: Sequence[TensorResult], computed: Tensors) -> tuple[TensorResult, ...]:
@@ -445,6 +464,8 @@ def _run_passes(comparison: Comparison) -> None:
     with _naming_what_raises("the reference in FP64"):
         prepared = prepare(request.case, request.checked, precision.dtype, request.seed, request.kernels)
     comparison.log_probs = log_prob_outputs(prepared)
+    if not request.case.is_step:
+        comparison.unshown = unshown_mistakes(prepared)
     if not request.case.reweighed:  # with probing weights, what makes a difference makes a large one
         comparison.known = directions(prepared)  # before other passes, since golden's calls hold memory until then
     with _naming_what_raises("the candidate"):
