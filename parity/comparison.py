@@ -750,7 +750,8 @@ def _find_padding_read(comparison: Comparison) -> tuple[Finding, ...]:
     if isinstance(padded, str):
         return (finding("not-invariant", f"{told}, the candidate raises {padded}"),)
     changes = padding.changes(comparison.candidate.tensors, padded)
-    golden, usual, rounding = golden_tensors(prepared), comparison.models[0], request.precision.rounding
+    golden, rounding = golden_tensors(prepared), request.precision.rounding
+    usual = model_tensors(prepared, rounding, FUSED)
     by_recipe = padding.changes(usual, run_model(replace(padding.of(prepared), probed={}), rounding, FUSED))
     by_rounding = padding.changes(golden, usual)
     explained = {key: max(by_recipe[key], 2**0.5 * by_rounding[key]) for key in changes}

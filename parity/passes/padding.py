@@ -180,9 +180,9 @@ def _list_gaps(x: Tensor, others: Iterable[Tensor]) -> Iterator[Tensor]:
     given = list(others)
     borders = [y for y in given if _are_borders(y) and len(y) == len(x)]
     for count in {len(y) for y in given if y.dim() > 0 and len(y) != len(x)}:
-        token = torch.arange(count, device=x.device)
+        token = torch.arange(count, dtype=x.dtype, device=x.device)
         for starts in borders:
-            of = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+            of = torch.searchsorted(starts[1:].to(x.dtype), token, right=True)
             lengths = torch.cat([x.diff(), x.new_zeros(1)])
             hidden = token - starts[of] >= lengths[of]
             if int(starts[-1]) <= count and bool((starts.diff() >= x.diff()).all()) and bool(hidden.any()):

@@ -99,6 +99,36 @@ def test_a_port_that_does_not_read_padding_passes_also_where_a_scale_couples_tok
     assert result.passed, result
 
 
+class Experts(nn.Module):
+    """The likelier of two experts for each token, which computes as many rows as come to it."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.router, self.first, self.second = nn.Linear(WIDTH, 2), linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        x = x.flatten(0, 1)
+        weights = self.router(x).softmax(-1)
+        best, y = weights.argmax(-1), torch.zeros_like(x)
+        for i, expert in enumerate((self.first, self.second)):
+            (rows,) = (best == i).nonzero(as_tuple=True)
+            y = y.index_add(0, rows, expert(x[rows]) * weights[rows, i, None])
+        return y.view(*tokens.shape, WIDTH) * tokens[..., None]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_port_whose_experts_get_other_padding_passes(precision: str) -> None:
+    @parity.pair("experts", probe=False)
+    def experts(te: Any) -> parity.Pair:
+        plain = Experts(nn.Linear)
+        weights = {name: name for name, _ in plain.named_parameters()}
+        return parity.Pair(plain, Experts(te.Linear), lambda rng: (rng.normal(4, SEQ, WIDTH), TOKENS), weights)
+
+    assert padding_of(experts) is not None
+    (result,) = compare(experts, [precision])
+    assert result.passed, result
+
+
 def test_it_takes_no_run_beside_the_one_whose_memory_is_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Filled] = []
     monkeypatch.setattr(Filled, "watch", lambda self, module: runs.append(self))
@@ -160,7 +190,7 @@ def of_module(call: Callable[..., Tensor], *inputs: Tensor) -> Case:
 
 def test_room_between_packed_documents_is_padding() -> None:
     ids = torch.tensor([1, 2, 3, 0, 4, 5, 0, 0, 0])
-    given = ids, torch.tensor([0, 3, 5]), torch.tensor([0, 4, 7])
+    given = ids, torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
 
     def call(module: nn.Module, ids: Tensor, borders: Tensor, padded: Tensor) -> Tensor:
         rows = [torch.arange(int(n)) + start for n, start in zip(borders.diff(), padded, strict=False)]
