@@ -557,8 +557,10 @@ def _run_in_other_memory(
     # A scale for several rows changes with the garbage, so that both together would tell nothing.
     if not request.precision.rounding.quantizes and is_same(run_padded(Filled())):
         return (), {}
-    found, padded = look(), run_padded(None)
-    return found, {} if is_same(padded) else padded
+    if found := look():
+        return found, {}
+    padded = run_padded(None)
+    return (), {} if is_same(padded) else padded
 
 
 @contextmanager

@@ -82,11 +82,10 @@ def _fill_padding(prepared: Prepared) -> Iterator[Padding]:
             again = _run_reference(prepared, filled) if filled else None
             if again is None:
                 continue
-            kept = {key: _are_alike(x, again[key]) for key, x in golden.items() if again[key].shape == x.shape}
+            kept = {key: _are_alike(x, again[key]) for key, x in golden.items()}
             # Of both values of a mask, that one marks padding whose rows other rows do not depend on.
-            if any(_is_kept(kept.get(key), ~hidden, x) for key, x in outputs):
-                usual = with_inputs(prepared.inputs, prepared.input_names, filled)
-                yield Padding(mark, usual, {key: some for key, some in kept.items() if bool(some.any())})
+            if any(_is_kept(kept[key], ~hidden, x) for key, x in outputs):
+                yield Padding(mark, with_inputs(prepared.inputs, prepared.input_names, filled), kept)
 
 
 def _run_reference(prepared: Prepared, filled: Mapping[str, Tensor]) -> Tensors | None:
@@ -103,10 +102,8 @@ def _run_reference(prepared: Prepared, filled: Mapping[str, Tensor]) -> Tensors 
         prepared.reference.zero_grad(set_to_none=True)
 
 
-def _is_kept(same: Tensor | None, kept: Tensor, output: Tensor) -> bool:
+def _is_kept(same: Tensor, kept: Tensor, output: Tensor) -> bool:
     """Return whether the rows of an output that count, or all of it if it has no rows, are the same and not all 0."""
-    if same is None:
-        return False
     rows = rows_in(kept, output)
     counts = torch.ones_like(same) if rows is None else rows.expand(output.shape)
     return bool(same[counts].all()) and bool(output[counts].any())
@@ -128,7 +125,9 @@ def _fill(x: Tensor, hidden: Tensor) -> Tensor | None:
 
 
 def _are_alike(x: Tensor, y: Tensor) -> Tensor:
-    return (y - x).abs() <= _FP64 * x.abs().amax() if x.numel() else x == y
+    if x.shape != y.shape or not x.numel():
+        return torch.zeros_like(x, dtype=torch.bool)
+    return (y - x).abs() <= _FP64 * x.abs().amax()
 
 
 def _are_same(x: Tensor, y: Tensor) -> Tensor:

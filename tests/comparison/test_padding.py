@@ -13,13 +13,12 @@ from torch import Tensor, nn
 import parity
 from lab.corpus.catalogue import RIGHT
 from lab.corpus.small_ports.padding import ROWS_COMPARED
-from parity import te
+from parity import comparison, te
 from parity.api import compare
 from parity.case.case import Case
 from parity.case.validate import check_case
 from parity.passes.padding import Padding, find_padding
 from parity.passes.prepare import prepare
-from parity.trace.unwritten import Filled
 
 WIDTH, SEQ, IDS = 32, 16, 50
 LENGTHS = torch.tensor([16, 7, 9, 12])
@@ -129,10 +128,33 @@ def test_a_port_whose_experts_get_other_padding_passes(precision: str) -> None:
     assert result.passed, result
 
 
-def test_it_takes_no_run_beside_the_one_whose_memory_is_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Filled] = []
-    monkeypatch.setattr(Filled, "watch", lambda self, module: runs.append(self))
-    assert compare(pair_of(), ["bf16"])[0].passed
+def pair_with_padding_in_its_outputs() -> Case:
+    @parity.pair("with_padding_in_its_outputs")
+    def linear(te: Any) -> parity.Pair:
+        def call(module: nn.Module, x: Tensor, tokens: Tensor) -> Tensor:
+            return module(x)
+
+        modules = nn.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
+        options = dict(weights={"weight": "weight", "bias": "bias"}, call_reference=call, call_candidate=call)
+        return parity.Pair(*modules, lambda rng: (rng.normal(4, SEQ, WIDTH), TOKENS), **options)
+
+    return linear
+
+
+@pytest.mark.parametrize("made", [pair_of, pair_with_padding_in_its_outputs])
+def test_it_takes_no_run_beside_the_one_whose_memory_is_full_of_nan(
+    monkeypatch: pytest.MonkeyPatch, made: Callable[[], Case]
+) -> None:
+    case, runs = made(), list[Any]()
+    ran_again = comparison.run_again
+
+    def noted(*given: Any, **options: Any) -> Any:
+        runs.append(given)
+        return ran_again(*given, **options)
+
+    monkeypatch.setattr(comparison, "run_again", noted)
+    assert padding_of(case) is not None
+    assert compare(case, ["bf16"])[0].passed
     assert len(runs) == 1
 
 
