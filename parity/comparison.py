@@ -354,7 +354,7 @@ def _probe_weights(comparison: Comparison) -> Comparison:
 def _note_unshown(comparison: Comparison) -> Comparison:
     """Return the comparison with a note on what its pass could not have shown, and the pair does not accept."""
     result, accepts = comparison.result, comparison.request.case.accepts
-    names = [one.name for one in comparison.unshown if one.title not in accepts]
+    names = list(dict.fromkeys(one.name for one in comparison.unshown if one.title not in accepts))
     if not (names and result.passed):
         return comparison
     note = f"this run could not have shown: {few_of(names, _MOST_UNSHOWN)}"
