@@ -90,6 +90,13 @@ def attention_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     yield from at_each_scope(mistakes, found, lambda one: one.call.module)
 
 
+def score_cap_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
+    """Yield a missing cap of the reference's scores, for all that are capped alike."""
+    for cap, alike in grouped(attentions(trace), lambda one: one.softcap).items():
+        if math.isfinite(cap):
+            yield from at_each_scope([_softcap(cap, math.inf)], alike)
+
+
 def softmax_scale_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield the mistakes in the scale of the reference's scores, which a matched filter looks for."""
     found = attentions(trace)

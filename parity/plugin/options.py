@@ -151,7 +151,7 @@ class Options:
         sizes: one of ``SIZES``: whether cases are compared at their large sizes as well; ``auto`` means on a GPU.
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         stages: whether a port that passes is judged stage by stage as well.
-        unwritten: whether each candidate is run again with all memory that it allocates full of NaN.
+        unwritten: whether each candidate is run again with memory full of NaN, and garbage in its inputs' padding.
         probe_weights: whether a fresh model that passes is compared with probing weights as well.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
