@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -516,17 +517,17 @@ def _naming_what_raises(which: str) -> Iterator[None]:
 def _advise_on(error: BaseException) -> str:
     """Return what to do about an error that is well known, or an empty text.
 
-    Known are shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), a layer that is not recomputed
-    as it was computed, and a graph that an earlier call has left.
+    Known are shapes that TE's quantized kernels do not take (``pytorch/utils.py`` and ``quantizer.cpp`` of 2.20), a
+    layer that is not recomputed as it was computed, and a graph that an earlier call has left.
     """
     text = said(error)
     if "backward through the graph a second time" in text:
         return "the module reuses a tensor from an earlier call, together with its graph: compute it again in each call"
     if type(error).__name__ == "CheckpointError":
         return "torch.utils.checkpoint recomputes outside of te.autocast: under a recipe, use te.checkpoint"
-    if "FP8 execution requires" not in text:
+    if not re.search(r"FP[48] .*divisible by", text, re.DOTALL):
         return ""
-    return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
+    return "pad the tokens, give a size that fits, or leave this precision out: precisions=[...] in @parity.pair"
 
 
 def observe_port(request: Request, prepared: Prepared) -> Port:

@@ -92,7 +92,8 @@ def _find_failure(some: Iterable[Trials]) -> Trials:
         if trials.was.status in ("failed", "error"):
             return trials
         results.append(trials.was)
-    raise UserError(f"nothing to minimize, since nothing fails: {', '.join(map(repr, results)) or 'no such item'}")
+    told = ", ".join(f"{one.item} {one.status}" for one in results) or "no such item"
+    raise UserError(f"nothing to minimize, since nothing fails: {told}")
 
 
 def _shrink_text(trials: Trials, text: str) -> Iterator[str]:

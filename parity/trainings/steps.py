@@ -587,9 +587,10 @@ class Trainee:
             seen.used.append(copied_gradients(self._optimized.stepped))
             seen.moved = moved(self._module, self._written)
         if len(seen.used) != 1:
+            advice = f"called {len(seen.used)} times; make that many steps, with one batch each"
             raise UserError(
                 "a training step must call optimizer.step() exactly once, and a closure passed to it must be called "
-                f"once, but here it was called {len(seen.used)} times; make that many steps, with one batch each"
+                f"once, but here it was {advice if seen.used else 'not called'}"
             )
         if self._scheduler is not None:
             self._scheduler.step()
