@@ -79,7 +79,15 @@ from parity.trace import effects
 from parity.trace.calls import Misfit
 from parity.trace.digests import checksum
 from parity.trace.effects import Disturbed, RandomState, undisturbed
-from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
+from parity.trace.whose import (
+    WITHOUT_TE,
+    first_paragraph,
+    part_running,
+    submodule,
+    te_calls,
+    users_line,
+    way_there,
+)
 from parity.user_error import INTERRUPTS, UserError
 
 NOT_SEARCHED = "the cause was not searched for, because of diagnose=False or --parity-diagnosis=no"
@@ -799,7 +807,8 @@ def error_result(request: Request, error: BaseException) -> Result:
     """Return an error for what was raised where no step expects it, such as in a step of a training."""
     if isinstance(error, UserError):
         return request.result("error", reason=said(error))
-    whose = "the pair's code" if users_line(error) else "parity itself, because of a bug or an unusual tensor,"
+    part = "the pair's code" if users_line(error) else part_running(error)
+    whose = part or "parity itself, because of a bug or an unusual tensor,"
     return _error_result(request, f"{whose} raised {_say_where_raised(error)}", error)
 
 

@@ -887,6 +887,13 @@ def test_a_step_that_does_not_step_its_optimizer_once_is_an_error(times, told):
     assert told in result.reason
 
 
+def test_an_optimizer_that_raises_is_told_as_the_pairs():
+    made = Training(candidate_optimizer=lambda model: torch.optim.SparseAdam(model.parameters()))
+    result = trained(lambda te: made)
+    assert result.status == "error"
+    assert result.reason.startswith("the pair's optimizer raised RuntimeError: SparseAdam does not support dense")
+
+
 def test_an_optimizer_whose_step_calls_that_of_its_base_steps_once():
     class Own(torch.optim.SGD):
         def step(self, closure=None):
