@@ -526,13 +526,16 @@ def _advise_on(error: BaseException) -> str:
     """Return what to do about an error that is well known, or an empty text.
 
     Known are shapes that TE's quantized kernels do not take (``pytorch/utils.py`` and ``quantizer.cpp`` of 2.20), a
-    layer that is not recomputed as it was computed, and a graph that an earlier call has left.
+    layer that is not recomputed as it was computed, a graph that an earlier call has left, and a mask that TE does not
+    take with a cache.
     """
     text = said(error)
     if "backward through the graph a second time" in text:
         return "the module reuses a tensor from an earlier call, together with its graph: compute it again in each call"
     if type(error).__name__ == "CheckpointError":
         return "torch.utils.checkpoint recomputes outside of te.autocast: under a recipe, use te.checkpoint"
+    if "KV caching requires padding mask" in text:
+        return 'with a cache, TE\'s attention needs attn_mask_type="padding_causal" (self_attn_mask_type of a layer)'
     if not re.search(r"FP[48] .*divisible by", text, re.DOTALL):
         return ""
     return "pad the tokens, give a size that fits, or leave this precision out: precisions=[...] in @parity.pair"
@@ -545,7 +548,8 @@ def observe_port(request: Request, prepared: Prepared) -> Port:
         own_recipes(precision.recipe is not None) as recipes,
         steps_seen(precision.dtype) as steps,
         choices_seen(choices_in(prepared, precision.rounding)) as choices,
-        plain_calls(precision.dtype) as names,  # last, since it looks at which code surrounds the calls
+        # This is last, since it looks at which code surrounds the calls.
+        plain_calls(precision.dtype, prepared.evaluation) as names,
     ):
         run_again(request, prepared)
     return Port(tuple(sorted(names)), together(steps), tuple(choices), tuple(dict.fromkeys(recipes)))
@@ -805,8 +809,8 @@ def catching(run: Callable[[], _Returned], otherwise: Callable[[BaseException], 
 
 def error_result(request: Request, error: BaseException) -> Result:
     """Return an error for what was raised where no step expects it, such as in a step of a training."""
-    if isinstance(error, UserError):
-        return request.result("error", reason=said(error))
+    if isinstance(error, (UserError, NotOffered)):
+        return request.result("skipped" if isinstance(error, NotOffered) else "error", reason=said(error))
     part = "the pair's code" if users_line(error) else part_running(error)
     whose = part or "parity itself, because of a bug or an unusual tensor,"
     return _error_result(request, f"{whose} raised {_say_where_raised(error)}", error)

@@ -42,6 +42,7 @@ from parity.shown import raised
 from parity.stages.judge import ratio_by_chance
 from parity.stages.locate import RATIO, judge_stages
 from parity.te import why_refused
+from parity.te.recipes import REFUSED_SHAPES
 from parity.te.state import checkpointed
 from parity.trace.calls import Misfit
 from parity.trace.effects import undisturbed
@@ -52,8 +53,6 @@ _ORDER: tuple[Verdict, ...] = ("none", "equal", "kernels", "recipe", "reference"
 _SMALL = 1e-6  # a tensor whose norm is a smaller share of the largest one's is 0 but for rounding
 _GARBAGE = 30.0  # the size of what stands in padding; usual inputs have 1
 _MOST_PARTS = 4  # micro-batches
-# What TE's kernels, and the CPU's, say of shapes that they do not quantize or multiply.
-_REFUSALS = ("FP8 execution requires", "requirement on", "needs tensors whose last dimension")
 
 Key = tuple[Kind, str]
 Changes = dict[Key, float]  # by how much of its norm each tensor changes
@@ -479,7 +478,7 @@ class _Subject:
             made = way.join([way.run(one) for one in way.runs])
         except Exception as error:  # the port's code may raise anything on other shapes
             told = f"{way.told}, the candidate raises {raised(error)}"
-            return Outcome(axis, "none" if any(one in told for one in _REFUSALS) else "depends", math.inf, told)
+            return Outcome(axis, "none" if any(one in told for one in REFUSED_SHAPES) else "depends", math.inf, told)
         golden = way.keep(tensors_of(self._base.golden))
         changes = _measure_changes(made, way.keep(self._own), golden)
         if not any(changes.values()):

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from parity.case.transfer import counterparts
 from parity.mistakes.codes import CODES, repairable
 from parity.mistakes.replay import tensors_with
-from parity.numerics.errors import TINY, difference, margin, measure, norm_of, relative_l2
+from parity.numerics.errors import TINY, difference, norm_of, relative_l2
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_inputs
 from parity.result import Finding, Kind, TensorResult
-from parity.search.failure import Failure, tolerance_of
+from parity.search.failure import Failure
 from parity.shown import written
 from parity.te.state import own_recipes
 from parity.trace.digests import switched_off
@@ -154,16 +154,16 @@ def _telling(failure: Failure) -> tuple[Kind, ...]:
 
 
 def agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
-    """Return whether the tensors of these kinds are within their tolerances when the candidate runs again.
+    """Return whether tensors of these kinds fail as they are, and pass when the candidate runs again.
 
-    If they were far off, nearly within is enough, since a right port may exceed a limit at first look.
+    If they were far off, nearly within the limits is enough, since a right port may exceed one at first look.
     """
-    enough = min(_NEARLY, max(1.0, _OF_BEFORE * max(result.margin for result in failure.results)))
-    return all(
-        margin(measure(again[key], truth, failure.precision.dtype), tolerance_of(failure, key)) <= enough
-        for key, truth in failure.golden.items()
-        if key[0] in kinds
+    golden, models = failure.golden, failure.models
+    before, after = (
+        max((one.margin for one in failure.judge(golden, models, tensors) if one.kind in kinds), default=0.0)
+        for tensors in (failure.candidate, again)
     )
+    return before > 1.0 and after <= min(_NEARLY, max(1.0, _OF_BEFORE * before))
 
 
 def _say_nothing_of_microbatches(module: nn.Module, said: list[str]) -> None:

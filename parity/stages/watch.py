@@ -163,7 +163,9 @@ class Watch(TorchFunctionMode):
         if self._is_opaque(module):
             self._inside -= 1
         if id(module) in self._paths and not self._inside:
-            own = list(module.parameters(recurse=False))
+            # A bias that is handed out, to be added later, is no part of the other results.
+            apart = {id(x) for x in tensors_in(result)}
+            own = [x for x in module.parameters(recurse=False) if id(x) not in apart]
             self._note_call(f"module {self._paths[id(module)]}", (args, own), result, True)
         if id(module) in self._paths and self._running:
             self._running.pop()
