@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,7 +83,15 @@ from parity.trace.calls import Misfit
 from parity.trace.digests import checksum
 from parity.trace.effects import Disturbed, RandomState, kept, undisturbed
 from parity.trace.unwritten import Filled
-from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
+from parity.trace.whose import (
+    WITHOUT_TE,
+    first_paragraph,
+    part_running,
+    submodule,
+    te_calls,
+    users_line,
+    way_there,
+)
 from parity.user_error import INTERRUPTS, UserError
 
 _MOST_UNSHOWN = 6  # told
@@ -579,8 +588,9 @@ def _naming_what_raises(which: str) -> Iterator[None]:
 def _advise_on(error: BaseException) -> str:
     """Return what to do about an error that is well known, or an empty text.
 
-    Known are shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), a layer that is not recomputed
-    as it was computed, a graph that an earlier call has left, and a mask that TE does not take with a cache.
+    Known are shapes that TE's quantized kernels do not take (``pytorch/utils.py`` and ``quantizer.cpp`` of 2.20), a
+    layer that is not recomputed as it was computed, a graph that an earlier call has left, and a mask that TE does not
+    take with a cache.
     """
     text = said(error)
     if "backward through the graph a second time" in text:
@@ -589,9 +599,9 @@ def _advise_on(error: BaseException) -> str:
         return "torch.utils.checkpoint recomputes outside of te.autocast: under a recipe, use te.checkpoint"
     if "KV caching requires padding mask" in text:
         return 'with a cache, TE\'s attention needs attn_mask_type="padding_causal" (self_attn_mask_type of a layer)'
-    if "FP8 execution requires" not in text:
+    if not re.search(r"FP[48] .*divisible by", text, re.DOTALL):
         return ""
-    return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
+    return "pad the tokens, give a size that fits, or leave this precision out: precisions=[...] in @parity.pair"
 
 
 def observe_port(request: Request, prepared: Prepared) -> Port:
@@ -898,7 +908,8 @@ def error_result(request: Request, error: BaseException) -> Result:
     """Return an error for what was raised where no step expects it, such as in a step of a training."""
     if isinstance(error, (UserError, NotOffered)):
         return request.result("skipped" if isinstance(error, NotOffered) else "error", reason=said(error))
-    whose = "the pair's code" if users_line(error) else "parity itself, because of a bug or an unusual tensor,"
+    part = "the pair's code" if users_line(error) else part_running(error)
+    whose = part or "parity itself, because of a bug or an unusual tensor,"
     return _error_result(request, f"{whose} raised {_say_where_raised(error)}", error)
 
 

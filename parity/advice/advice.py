@@ -401,6 +401,8 @@ def count_saturated(to_format: Format, stored: Tensor, read: Tensor, dim: int) -
         return math.nan
     if to_format.numbers != "E2M1":
         return 0.0
+    if not read.numel():  # as an expert's that no token reached
+        return 0.0
     block = (to_format.across, to_format.along) if dim % 2 else (to_format.along, to_format.across)
     largest = F.max_pool2d(read.abs()[None, None], block, block, ceil_mode=True)[0, 0]
     largest = largest.repeat_interleave(block[0], 0)[: len(read)].repeat_interleave(block[1], 1)[:, : read.shape[1]]

@@ -38,7 +38,7 @@ def check_patterns(formats: Mapping[str, str], modules: Iterable[str]) -> None:
     names = list(modules)
     for pattern in formats:
         if not any(_fits_module(pattern, name) for name in names):
-            known = few_of([repr(name) for name in names], 12) or "none"
+            known = few_of([repr(name) if name else "the candidate itself ('*')" for name in names], 12) or "none"
             raise UserError(
                 f"formats names {pattern!r}, which fits none of TransformerEngine's modules in the candidate: {known}"
             )

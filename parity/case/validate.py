@@ -106,6 +106,7 @@ def check_module(role: str, module: Any) -> None:
     """
     if not isinstance(module, nn.Module):
         kind = "None" if module is None else type(module).__name__
+        kind = f"the class {module.__name__}; call it to make one" if isinstance(module, type) else kind
         raise UserError(f"the {role} must be a torch.nn.Module, not {kind}")
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):

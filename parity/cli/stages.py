@@ -85,7 +85,8 @@ def _list_lines(stages: Stages, gradients: bool) -> Iterator[str]:
     yield from tabulate(rows, _HEADERS, tablefmt="plain", disable_numparse=True).splitlines()
     yield ""
     yield "error: of the value at the stage's end; added, expected: by the stage alone; along it: what is added along"
-    yield "the value, in standard deviations of rounding; far from 0, one factor is off, such as an eps or a scale"
+    yield "the value, in standard deviations of rounding; far from 0, one factor is off, such as an eps or a scale;"
+    yield "only the pair's own inputs are traced, so what `parity run` finds on probing inputs may not show"
     for backward, name in ((False, "forward"), (True, "backward")):
         some = [one for one in stages.all if one.stage.backward == backward]
         off = sum(map(is_flagged, some))

@@ -92,7 +92,8 @@ def _find_failure(some: Iterable[Trials]) -> Trials:
         if trials.was.status in ("failed", "error"):
             return trials
         results.append(trials.was)
-    raise UserError(f"nothing to minimize, since nothing fails: {', '.join(map(repr, results)) or 'no such item'}")
+    told = ", ".join(f"{one.item} {one.status}" for one in results) or "no such item"
+    raise UserError(f"nothing to minimize, since nothing fails: {told}")
 
 
 def _shrink_text(trials: Trials, text: str) -> Iterator[str]:
@@ -115,7 +116,10 @@ def _shrink_text(trials: Trials, text: str) -> Iterator[str]:
 def _declare_alone(trials: Trials, text: str) -> str:
     """Return the text with a declaration of hardly more than this item; the same text if that fails otherwise."""
     source, item, size = Source(text), trials.item, trials.size or {}
-    if (call := source.declaration(item.case.name)) is None:
+    if (call := source.declaration(item.case.name)) is None:  # its name is computed
+        with trials.declared(text) as case:
+            is_first = trials.size == case.sizes[0]
+        trials.size, trials.must_declare = (None, False) if is_first else (trials.size, trials.size in case.sizes)
         return text
     given = ", ".join(f"{key}={x!r}" for key, x in size.items())
     settings = dict(sizes=given and f"[dict({given})]", marks="", accepts="")

@@ -36,6 +36,7 @@ class Trials:
         was: the result of the whole case.
         now: the result of the last text that failed in the same way.
         count: how many texts were compared.
+        must_declare: whether only texts that declare ``size`` are tried.
         broken: whether a text broke the CUDA context of this process, so that no other can be compared.
     """
 
@@ -48,6 +49,7 @@ class Trials:
     was: Result = field(init=False)
     now: Result = field(init=False)
     count: int = 0
+    must_declare: bool = False
     broken: bool = False
     _seen: set[str] = field(default_factory=set)
 
@@ -79,6 +81,8 @@ class Trials:
         self.count += 1
         try:
             with self.declared(text) as case:
+                if self.must_declare and self.size not in (*case.sizes, *case.large_sizes):
+                    return False
                 result = self.compare(case, diagnose=False)
                 if result.tensors and result.tensors == self.now.tensors:
                     result = replace(result, findings=self.now.findings)  # the same bits have the same cause

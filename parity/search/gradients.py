@@ -333,18 +333,20 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
     if len(failed) < len(gradients) and abs(factor - 1.0) < _SCALED:
         return
     which = "every gradient" if len(failed) == len(gradients) else ", ".join(result.label for result in failed)
+    are = "are" if 1 < len(failed) < len(gradients) else "is"
     if factor == 0.0:
         repair = "look for detach, no_grad, or a tensor that is created anew; nothing flows back there"
-        yield repairable("gradient-scale", f"{which} is 0", repair)
+        yield repairable("gradient-scale", f"{which} {are} 0", repair)
         return
     repair = f"divide by {readable(factor)}, which may be a loss scale or a number of tokens or ranks"
     if len(failed) < len(gradients):  # a loss scale would multiply all of them
         repair = (
             "look for what scales or reduces these gradients by themselves, such as a hook, or a bias or weight that "
-            "is used once too often"
+            "is used once too often, and for a branch whose part of the outputs is too small to show there"
         )
     doubt = doubt_about(factor)
-    told = f"{which} is {readable(factor)} times what it should be, and otherwise right; {repair}{doubt}"
+    what = "they" if are == "are" else "it"
+    told = f"{which} {are} {readable(factor)} times what {what} should be, and otherwise right; {repair}{doubt}"
     yield finding("gradient-scale", told, sure=not doubt, repair=repair)
 
 

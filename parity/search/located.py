@@ -180,8 +180,8 @@ def place_findings(located: Located) -> Iterator[Finding]:
         measured = f"computed again from the candidate's own values before it, {what}"
         advice = "look at what the candidate computes there" + _advise_to_compare(located.stages, first.stage)
     message = f"the candidate departs from the reference {place}: {measured} {_describe_size(first)}"
-    told = f"{message}{_describe_part(located, first)}. {counted}{more}{_describe_nearest(located)}"
-    yield repairable("first-divergence", told, advice)
+    around = f"{counted}{more}{_describe_nearest(located)}{_list_casts(located)}"
+    yield repairable("first-divergence", f"{message}{_describe_part(located, first)}. {around}", advice)
 
 
 def _describe_nearest(located: Located) -> str:
@@ -191,6 +191,15 @@ def _describe_nearest(located: Located) -> str:
         for left, one in located.suspicion.nearest(located.likely, _NEAREST)
     ]
     return f". Perhaps it is like {' or '.join(near)}: no known mistake comes nearer" if near else ""
+
+
+def _list_casts(located: Located) -> str:
+    """Say which values the candidate casts to 16 bits, if it is compared in FP32."""
+    if located.prepared.dtype is not torch.float32:
+        return ""
+    matches = located.stages.found.values()
+    cast = [f"the {_describe_site(one.value.site)}" for one in matches if one.begin is not one.end]
+    return f". The candidate casts to 16 bits: {few_of(cast, _NAMED)}" if cast else ""
 
 
 def _count_layers(stages: Stages, stage: Stage) -> int:
@@ -214,7 +223,9 @@ def describe_stage(stage: Stage) -> str:
         return f"in the gradient of {stage.parameter}"
     where = _describe_module(stage)
     if len(stage.calls) == 1:
-        return f"at the {_describe_site(stage.calls[0].site)}"
+        # What only moves elements is seldom what is wrong, but its result is known by what follows from it.
+        when = "at" if stage.computes or stage.backward else "at or after"
+        return f"{when} the {_describe_site(stage.calls[0].site)}"
     if stage.backward:
         return f"in {where}, in the gradient at the {_describe_site(stage.end)}"
     begins = few_of([f"the {_describe_site(site)}" for site in stage.begins], _NAMED) or "the inputs"

@@ -77,7 +77,7 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
     own = tensors_with(failure.prepared, (), failure.precision)
     if own is None or not wrong:
         return []
-    nearest: dict[str, tuple[tuple[float, float], _Mistake]] = {}  # by title
+    nearest: dict[str, tuple[tuple[float, float], bool, _Mistake]] = {}  # by title
 
     def may_leave(computed: Mapping[str, Tensor]) -> bool:
         return all(_leaves_a_rounding(failure, one, {one.key: computed[one.name]}, _UNSTORED) for one in outputs)
@@ -96,8 +96,9 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
             continue
         both = round(share, 2), max(shares.values())
         if share < _NEARER and (mistake.title not in nearest or both < nearest[mistake.title][0]):
-            nearest[mistake.title] = both, mistake
-    least = min((both for both, _ in nearest.values()), default=(0.0, 0.0))
+            is_normal = all(_leaves_what_the_precision_costs(failure, result, other) for result in outputs or wrong)
+            nearest[mistake.title] = both, is_normal, mistake
+    least = min((both for both, *_ in nearest.values()), default=(0.0, 0.0))
     alike = [one for one in nearest.values() if all(x <= AS_WELL * y for x, y in zip(one[0], least, strict=True))]
     doubt = " It is one of these, which explain the error equally well." if len(alike) > 1 else ""
     return [
@@ -105,10 +106,10 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
             mistake.title,
             f"{mistake.what}: the candidate is {1 / max(share, 0.01):.2g} times nearer to a reference that rounds like "
             f"this than to one that rounds as {failure.precision.name} does. {mistake.repair}{doubt}",
-            sure=not doubt,
+            sure=is_normal and not doubt,
             repair=mistake.repair,
         )
-        for (share, _), mistake in alike
+        for (share, _), is_normal, mistake in alike
     ]
 
 
@@ -207,11 +208,18 @@ def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors, t
 
     Saturation by a scale that is too large shrinks values, and so comes nearer to many wrong tensors.
     """
-    key = result.key
-    candidate, golden, rounded = failure.candidate[key].double(), failure.golden[key], other[key].double()
-    left, costs, size = map(norm_of, (candidate - rounded, rounded - golden, golden))
-    bound = _LEFT * result.expected.relative_l2 * size
-    return left < times * costs and (failure.precision.recipe is None or left <= times * bound)
+    candidate, rounded = failure.candidate[result.key].double(), other[result.key].double()
+    is_nearer = norm_of(candidate - rounded) < times * norm_of(rounded - failure.golden[result.key])
+    has_recipe = failure.precision.recipe is not None
+    return is_nearer and (not has_recipe or _leaves_what_the_precision_costs(failure, result, other, times))
+
+
+def _leaves_what_the_precision_costs(
+    failure: Failure, result: TensorResult, other: Tensors, times: float = 1.0
+) -> bool:
+    """Return whether another rounding leaves about the precision's own error, or ``times`` as much."""
+    left = norm_of(failure.candidate[result.key].double() - other[result.key].double())
+    return left <= times * _LEFT * result.expected.relative_l2 * norm_of(failure.golden[result.key])
 
 
 def _mistakes(precision: Precision) -> Iterator[_Mistake]:

@@ -99,6 +99,7 @@ AS_WELL = 1.02
 _FAR_BETTER = 1.1  # a fitted constant comes before a known one only if the known one leaves this many times as much
 _DIGITS = 3  # partial explanations have the same effect if the shares that they leave agree in this many digits
 _LARGEST = {"norm-eps": 0.1}  # the largest number that people write for a mistake with this title
+_SMALLEST = {"factor": 1e-6}  # the smallest; a fit that ends below it found that the product is best left out
 _BOUNDED = ("norm-eps",)  # titles of mistakes whose number may be too small to matter
 _WHOLE = ("window",)  # titles of mistakes whose number a search rounds to a whole one
 _MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
@@ -324,7 +325,7 @@ def is_unusual(one: Hypothesis) -> bool:
     if one.tuned is None or one.value is None:
         return False
     value = round(one.value) if one.title in _WHOLE else one.value
-    return not is_written(value) or value > _LARGEST.get(one.title, math.inf)
+    return not is_written(value) or not _SMALLEST.get(one.title, 0.0) <= value <= _LARGEST.get(one.title, math.inf)
 
 
 def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:

@@ -537,7 +537,10 @@ class Matcher:
         """Return whether the reference computes, and does not only move, a value from all of the assumed ones."""
         given = self._values.given.keys() | {one.number for one in assumed}
         calls, read = self._graph.between(value, given)
-        return {one.number for one in assumed} <= read and any(call.name not in MOVES for call in calls)
+        # A mask by which some rows are taken is computed as well, but of other values.
+        made = [out for call in calls if call.name not in MOVES for out in call.outputs]
+        is_computed = any(self._graph.is_above(one, out) for one in assumed for out in made)
+        return {one.number for one in assumed} <= read and is_computed
 
     def _breaks_agreement(self, assumed: Sequence[Value], values: Values) -> bool:
         """Return whether a value that agreed would no longer follow from the assumed ones."""

@@ -123,6 +123,14 @@ def submodule(error: BaseException) -> str:
     return next((names[id(one)] for one in reversed(running) if names.get(id(one))), "")
 
 
+def part_running(error: BaseException) -> str:
+    """Return ``the pair's optimizer`` or ``TransformerEngine`` if that was running, else an empty text."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if whose(frame) is not Owner.PARITY]
+    if any(hasattr(frame.f_locals.get("self"), "param_groups") for frame in frames):
+        return "the pair's optimizer"
+    return "TransformerEngine" if any(whose(frame) is Owner.TE for frame in frames) else ""
+
+
 def line_running() -> str:
     """Return ``users_line`` for the code that is running now."""
     return _describe_line(

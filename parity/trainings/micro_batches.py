@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ MOST = 4
 _EXACT = 1e-9
 
 
-def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
+def micro_batches(prepared: Prepared, is_quantized: bool = False) -> Callable[[Any], list[MicroBatch]]:
     """Return a function that splits the inputs of a prepared step, or copies of them, into up to four micro-batches.
 
     It splits along the first dimension, or along the second if only that works. All tensors that are as long there as
-    the first tensor are split.
+    the first tensor are split. A quantized format takes only some numbers of tokens, so there may be fewer parts then.
 
     Raises:
         UserError: if the reference's loss is not a weighted sum of its micro-batches' losses.
@@ -43,14 +44,14 @@ def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
         )
     tensors = [x for x in tree_leaves(prepared.inputs) if isinstance(x, Tensor)]
     for dim in (0, 1):
-        size = next((x.shape[dim] for x in tensors if x.dim() > dim), 0)
-        if size < 2:
+        first = next((x for x in tensors if x.dim() > dim), None)
+        if first is None or first.shape[dim] < 2:
             continue
-        shares = _find_loss_shares(prepared, _split_inputs(cast(prepared.inputs, torch.float64), dim, size))
+        split = partial(_split_inputs, dim=dim, size=first.shape[dim], count=_choose_count(first, dim, is_quantized))
+        shares = _find_loss_shares(prepared, split(cast(prepared.inputs, torch.float64)))
         if shares is not None:
             return lambda inputs: [
-                MicroBatch(share, *as_arguments(part))
-                for share, part in zip(shares, _split_inputs(inputs, dim, size), strict=True)
+                MicroBatch(share, *as_arguments(part)) for share, part in zip(shares, split(inputs), strict=True)
             ]
     raise UserError(
         "the reference's loss is not a weighted sum of the losses of its micro-batches, whether its inputs are split "
@@ -78,9 +79,17 @@ def buffers_read(prepared: Prepared) -> list[str]:
     return [] if is_same else list(moved)
 
 
-def _split_inputs(inputs: Any, dim: int, size: int) -> list[Any]:
-    count = min(size, MOST)
+def _choose_count(x: Tensor, dim: int, is_quantized: bool) -> int:
+    """Return into how many parts to split a batch: up to four, and fewer if only those have 32 or 16 tokens each."""
+    size, tokens = x.shape[dim], x.numel() // (x.shape[-1] if x.is_floating_point() and x.dim() > 1 else 1)
+    counts = range(min(size, MOST), 1, -1)
+    even = [count for count in counts if size % count == 0]
+    multiples = (32, 16) if is_quantized else ()
+    fitting = (count for multiple in multiples for count in even if tokens // count % multiple == 0)
+    return next(fitting, counts[0])
 
+
+def _split_inputs(inputs: Any, dim: int, size: int, count: int) -> list[Any]:
     def part(i: int) -> Any:
         return tree_map_only(
             Tensor,

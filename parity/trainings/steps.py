@@ -387,9 +387,12 @@ class Trainee:
         self._are_whole = self._follows_all or not steps_elements(pair.reference, reference_optimizer(training))
         self._places = {name: followed_places(name, shape, self._are_whole) for name, shape in self._shapes.items()}
         self._warmup_passes = precision.warmup_passes
+        self._is_quantized = precision.recipe is not None
 
     def _step_on(self, prepared: Prepared | Batch) -> Callable[..., Tensor]:
-        split = micro_batches(prepared) if self._in_micro_batches and isinstance(prepared, Prepared) else None
+        split = None
+        if self._in_micro_batches and isinstance(prepared, Prepared):
+            split = micro_batches(prepared, self._is_quantized)
         plain = plain_step(self.training.clip, split, self._between_ranks)
         return self._replayed or self.training.candidate_step or plain
 
@@ -593,9 +596,10 @@ class Trainee:
             seen.used.append(copied_gradients(self._optimized.stepped))
             seen.moved = moved(self._module, self._written)
         if len(seen.used) != 1:
+            advice = f"called {len(seen.used)} times; make that many steps, with one batch each"
             raise UserError(
                 "a training step must call optimizer.step() exactly once, and a closure passed to it must be called "
-                f"once, but here it was called {len(seen.used)} times; make that many steps, with one batch each"
+                f"once, but here it was {advice if seen.used else 'not called'}"
             )
         if self._scheduler is not None:
             self._scheduler.step()

@@ -291,11 +291,11 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
             f"{'do' if len(lost) > 1 else 'does'} not count",
             "make a backward pass for each, and set gradients to zero only before the first",
         )
-    factors = ", ".join(factor_in_words(factor) for factor in list(wrong.values())[:4])
+    factors = _join_few([factor_in_words(factor) for factor in wrong.values()])
     return repairable(
         "micro-batches",
-        f"of the {count} micro-batches of step {number}, {_list_micro_batches(list(wrong))} count {factors} "
-        "times as much as in the gradients of the whole batch",
+        f"of the {count} micro-batches of step {number}, {_list_micro_batches(list(wrong))} "
+        f"count{'s' * (len(wrong) == 1)} {factors} times as much as in the gradients of the whole batch",
         "multiply the loss of each micro-batch by its share of what the whole batch's loss is averaged over, such as "
         "the tokens that count",
     )
@@ -391,7 +391,11 @@ def stale_transposes(number: int, stale: Sequence[str]) -> Finding:
 
 def _list_micro_batches(places: Sequence[int]) -> str:
     """Return the numbers of micro-batches, counted from 1."""
-    return f"number {few_of([str(i + 1) for i in places], 4)}"
+    return f"number{'s' * (len(places) > 1)} {_join_few([str(i + 1) for i in places])}"
+
+
+def _join_few(texts: Sequence[str]) -> str:
+    return few_of(texts, 4, " and " if len(texts) == 2 else ", ")
 
 
 def factor_in_words(factor: float) -> str:

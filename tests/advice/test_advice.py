@@ -159,6 +159,7 @@ def test_what_exceeds_the_largest_number_of_its_block_counts_as_saturated(dim):
         scale = (block.abs().amax(1, keepdim=True) / 6.0 * of_tensor).to(torch.float8_e4m3fn).float() / of_tensor
         expected += int((block.abs() > 6.0 * scale * (1 + 1e-6)).sum())
     assert 0 < count_saturated(to_format, x, read, dim) == expected
+    assert count_saturated(to_format, x[:0], read[:0], dim) == 0.0
     e4m3 = Quantized("E4M3", 16)
     assert count_saturated(e4m3, x, e4m3(x, dim), dim) == 0.0
     four_over_six = Quantized("E2M1", 16, four_over_six="MSE")

@@ -183,7 +183,7 @@ def test_a_factory_must_return_a_pair():
 
 @pytest.mark.parametrize("role", ["reference", "candidate"])
 def test_both_parts_of_a_pair_must_be_modules(role):
-    assert f"the {role} must be a torch.nn.Module, not type" in complaint(
+    assert f"the {role} must be a torch.nn.Module, not the class Linear; call it" in complaint(
         lambda te_module: linear_pair(te_module, **{role: nn.Linear})
     )
 
@@ -296,7 +296,7 @@ class Rotated(nn.Module):
     ("module", "complaint"),
     [
         (None, "the reference must be a torch.nn.Module, not None"),
-        (nn.Linear, "the reference must be a torch.nn.Module, not type"),
+        (nn.Linear, "the reference must be a torch.nn.Module, not the class Linear; call it to make one"),
         (nn.Sequential(nn.LazyLinear(4)), "the reference's 0.weight has no shape before the first call"),
         (Rotated(), "the reference's phases holds complex numbers"),
     ],

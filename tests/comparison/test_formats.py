@@ -17,6 +17,7 @@ from transformer_engine.common.recipe import CustomRecipe, Float8CurrentScaling
 from transformer_engine.pytorch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 
 import parity
+from parity.case.formats import check_patterns
 from parity.case.validate import of_te
 from parity.judge.formats import describe_mixed, findings_of_formats
 from parity.numerics.formats import Quantized, Requantized, describe_format
@@ -156,6 +157,12 @@ def test_a_plan_that_cannot_be_meant_is_refused(formats: Any, message: str) -> N
         return
     with pytest.raises(UserError, match=message):
         parity.pair("refused", formats=formats)(lambda te: None)
+
+
+def test_a_candidate_that_is_one_te_module_is_named_by_a_star() -> None:
+    check_patterns({"*": "bf16"}, [""])
+    with pytest.raises(UserError, match=r"in the candidate: the candidate itself \('\*'\)"):
+        check_patterns({"linear": "bf16"}, [""])
 
 
 # What is seen: TE's modules, operations, experts, attention, and recomputation.

@@ -871,14 +871,27 @@ def test_the_page_s_example_runs(tmp_path):
 # What a training cannot be compared with.
 
 
-def test_a_step_that_steps_its_optimizer_twice_is_an_error():
-    def twice(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-        optimizer.step()
-        return step(model, optimizer, x)
+@pytest.mark.parametrize(
+    ("times", "told"), [(0, "it was not called"), (2, "it was called 2 times; make that many steps")]
+)
+def test_a_step_that_does_not_step_its_optimizer_once_is_an_error(times, told):
+    def stepped(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = model.loss(x)
+        loss.backward()
+        for _ in range(times):
+            optimizer.step()
+        return loss
 
-    result = trained(stepping(twice))
+    result = trained(stepping(stepped))
     assert result.status == "error"
-    assert "it was called 2 times" in result.reason
+    assert told in result.reason
+
+
+def test_an_optimizer_that_raises_is_told_as_the_pairs():
+    made = Training(candidate_optimizer=lambda model: torch.optim.SparseAdam(model.parameters()))
+    result = trained(lambda te: made)
+    assert result.status == "error"
+    assert result.reason.startswith("the pair's optimizer raised RuntimeError: SparseAdam does not support dense")
 
 
 def test_an_optimizer_whose_step_calls_that_of_its_base_steps_once():

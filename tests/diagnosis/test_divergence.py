@@ -115,6 +115,49 @@ def test_right_submodules_whose_rounding_a_sum_hides_are_not_named():
     assert "fc" not in message
 
 
+class Cast(nn.Module):
+    """Two layers with a norm before them and a tanh between them; a port casts the result of ``at`` to 16 bits."""
+
+    def __init__(self, linear: Any, at: str = "", dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(WIDTH), linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+        self.at, self.dtype = at, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.cast("fc1", self.fc1(self.cast("norm", self.norm(x))))
+        return self.fc2(self.cast("tanh", y.tanh()))
+
+    def cast(self, at: str, x: Tensor) -> Tensor:
+        return x.to(self.dtype).to(x.dtype) if at == self.at else x
+
+
+@pytest.mark.parametrize(
+    ("at", "named"), [("norm", "'layer_norm' of norm"), ("fc1", "'linear' of fc1"), ("tanh", "'tanh' of the module")]
+)
+def test_a_value_that_a_port_casts_to_16_bits_in_fp32_is_named(at, named):
+    (message,) = departures(twins(Cast, dict(at=at), normal((32, WIDTH)), "fp32"))
+    assert f". The candidate casts to 16 bits: the 1st {named};" in message
+
+
+class Scored(nn.Module):
+    """A layer and a loss of its largest logits, which is returned; ``rounds`` rounds the logits to BF16."""
+
+    def __init__(self, linear: Any, rounds: bool = False) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.rounds = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH, bias=False), rounds
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.fc2(self.fc1(x).relu())
+        y = y.bfloat16().to(y.dtype) if self.rounds else y
+        return y, y.logsumexp(-1).square().mean()
+
+
+def test_one_rounding_to_bf16_is_not_surely_a_sum_in_bf16():
+    result = twins(Scored, dict(rounds=True), normal((32, WIDTH)), "fp32")
+    assert not result.passed
+    assert not any(one.sure for one in result.findings if one.title == "accumulation-precision")
+
+
 class Faint(nn.Module):
     """Tanh, a module that adds ``faint`` times an arbitrary function to small rows, RMSNorm and a linear layer.
 

@@ -161,6 +161,17 @@ def test_a_number_that_is_only_near_to_one_that_people_write_is_unusual(value, i
     assert is_written(value) == is_sure
 
 
+@pytest.mark.parametrize(
+    ("title", "value", "is_sure"),
+    [("factor", 4e-11, False), ("factor", 1e-5, True), ("norm-eps", 1e-12, True), ("norm-eps", 0.5, False)],
+)
+def test_a_number_that_nobody_writes_for_this_mistake_is_unusual(title, value, is_sure):
+    def made(value: float) -> Hypothesis:
+        return Hypothesis(title, title, "", value=value, tuned=made)
+
+    assert is_unusual(made(value)) != is_sure
+
+
 X = torch.randn(4, 2, 16, 16, generator=torch.Generator().manual_seed(0))
 BOUNDS: dict[str, Callable[[float], Tensor]] = {
     "any": lambda bound: to_be_bounded(X, bound),

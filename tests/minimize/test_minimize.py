@@ -162,6 +162,17 @@ def test_sizes_shrink_as_long_as_the_failure_is_there(
         assert left_out not in text
 
 
+@pytest.mark.parametrize(
+    ("item", "declared"),
+    [("wrong", "[dict(layers=2, width=1, rows=1), "), ("wrong[bf16-48x64]", ", dict(layers=6, width=64, rows=48)]")],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_a_pair_whose_name_is_computed_is_compared_at_a_size_that_the_text_declares(tmp_path, item, declared):
+    made = textwrap.indent(textwrap.dedent(SIZES.replace("WHERE", "True").replace('"wrong"', "name")), "    ")
+    text = shrink(write(tmp_path, MODEL, f'def declare(name):{made}\n\ndeclare("wrong")\n'), item)
+    assert declared in text
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_numbers_in_the_code_shrink_where_both_modules_get_them(tmp_path: Path) -> None:
     text = shrink(write(tmp_path, MODEL, LITERALS))
@@ -196,7 +207,7 @@ def test_an_id_chooses_the_item(tmp_path: Path) -> None:
 
 
 def test_what_passes_cannot_shrink(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing fails: <Result wrong.bf16-16x32.*passed.*48x64.*passed"):
+    with pytest.raises(UserError, match=r"nothing fails: wrong.bf16-16x32. passed, wrong.bf16-48x64. passed"):
         shrink(write(tmp_path, MODEL, SIZES.replace("WHERE", "False")))
 
 

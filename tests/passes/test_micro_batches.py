@@ -15,7 +15,7 @@ from parity import Pair, Training, te
 from parity.case.case import Case
 from parity.case.validate import check_case
 from parity.passes.prepare import prepare
-from parity.trainings.micro_batches import micro_batches
+from parity.trainings.micro_batches import _choose_count, micro_batches
 from parity.trainings.steps import step_case
 from parity.user_error import UserError
 
@@ -89,6 +89,22 @@ def test_shares_are_what_makes_the_gradients_of_the_parts_those_of_the_whole(los
     prepared = first_step(loss, inputs)
     parts = micro_batches(prepared)(prepared.inputs)
     assert [part.share for part in parts] == pytest.approx(shares, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "dim", "count"),
+    [
+        (torch.empty(4, 32, 64), 0, 4),
+        (torch.empty(32, 64), 0, 2),  # FP8 takes 16 tokens, and no 8
+        (torch.empty(96, 64), 0, 3),  # MXFP8 takes 32
+        (torch.empty(1, 64, 64), 1, 2),
+        (torch.empty(16, 16, dtype=torch.long), 0, 4),
+        (torch.empty(6, 5), 0, 4),  # no part fits
+    ],
+)
+def test_a_batch_is_split_into_parts_that_fp8_takes(batch, dim, count):
+    assert _choose_count(batch, dim, is_quantized=True) == count
+    assert _choose_count(batch, dim, is_quantized=False) == 4
 
 
 def test_a_loss_that_depends_on_the_whole_batch_is_refused():

@@ -23,9 +23,9 @@ from parity.judge.limits import packaged
 from parity.judge.request import Request
 from parity.mistakes.catalogue import hypotheses
 from parity.passes.prepare import prepare
-from parity.stages.judge import ratio_by_chance
+from parity.stages.judge import measure_error, ratio_by_chance
 from parity.stages.layouts import layouts
-from parity.stages.locate import Stages, judge_stages
+from parity.stages.locate import GAIN, Stages, judge_stages
 from parity.stages.suspects import Suspicion
 from parity.stages.token_rows import are_left_out, find_rows
 from parity.stages.weight_rows import weight_rows
@@ -112,6 +112,42 @@ def test_the_rows_of_each_expert_are_found_in_a_layer_that_computes_all_of_them(
         ends = {one.stage.end for one in stages.all if one.stage.backward == is_backward}
         gates_and_ups = {site for site in calls if not site[0].endswith("down")}
         assert (gates_and_ups if is_backward else calls) <= ends
+
+
+@pytest.mark.parametrize(
+    ("share", "is_right"),
+    [(0.0, True), (0.01, True), (0.02, True), (0.03, False), (-0.01, False)],
+    ids=["exact", "between", "as modelled", "beyond", "the other way"],
+)
+def test_whoever_leans_less_than_roundings_that_lean_is_right(share: float, is_right: bool):
+    exact = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).double()
+    stage = stages_of(RIGHT["conv1d_rows"]).all[0].stage
+    judged = measure_error(stage, exact * (1.0 + share), exact, [exact * 1.02], 1e-4)
+    assert (abs(judged.gain) <= GAIN) == is_right
+
+
+class MaskedLosses(nn.Module):
+    """A layer, the loss of the tokens that count, and the mean square of their logsumexp; ``reweighed`` is wrong."""
+
+    def __init__(self, linear: Any, reweighed: bool = False) -> None:
+        super().__init__()
+        self.head, self.reweighed = linear(64, 96), reweighed
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.head(x)
+        labels = torch.arange(len(x)) % 96
+        counts = labels % 5 != 0
+        z = y.logsumexp(-1).square()[counts].mean()
+        if not self.reweighed:
+            return y, nn.functional.cross_entropy(y[counts], labels[counts]) + 0.01 * z
+        lost = -y.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+        return y, 0.9 * lost[counts].mean() + 0.01 * y.logsumexp(-1).square()[counts].mean()
+
+
+def test_a_value_of_which_only_some_rows_are_taken_is_not_assumed_to_be_another_one():
+    stages = stages_of(twins(MaskedLosses, normal((48, 64))).wrong("loss-scale", reweighed=True).case, "fp32")
+    ends = {one.stage.end[2]: one.stage.evidence for one in stages.all if not one.stage.backward}
+    assert ends["square"] == "agrees"
 
 
 # Wrong ports: flagged where they are wrong.

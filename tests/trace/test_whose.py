@@ -17,6 +17,7 @@ import torch
 import transformer_engine.pytorch.utils as te_utils
 
 import parity
+from parity.comparison import _advise_on
 from parity.numerics.plain import plain_calls
 from parity.report import failure
 from parity.report.record import Item
@@ -245,6 +246,20 @@ def test_the_part_of_a_module_that_raises_is_told_by_its_name(models):
     assert submodule(raised_by(lambda: int("x"))) == ""
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("FP8 execution requires the product of all dimensions but the last to be divisible by 8", "pad the tokens"),
+        ("MXFP8 requires tensor dims that are divisible by 32 (got shape=(16, 64))", "pad the tokens"),
+        ("NVFP4 needs tensors whose last dimension is\ndivisible by 16", "pad the tokens"),
+        ("hidden size must be divisible by the heads", ""),
+    ],
+)
+def test_shapes_that_a_quantized_format_does_not_take_get_the_same_advice(said, told):
+    assert _advise_on(RuntimeError(said)).startswith(told)
+    assert bool(_advise_on(RuntimeError(said))) == bool(told)
+
+
 def test_shapes_that_fp8_does_not_take_are_told_with_the_layer_and_what_to_do():
     def factory(te, **_):
         layers = (torch.nn.Sequential(linear(64, 64), linear(64, 64)) for linear in (torch.nn.Linear, te.Linear))
@@ -254,7 +269,7 @@ def test_shapes_that_fp8_does_not_take_are_told_with_the_layer_and_what_to_do():
 
     (one,) = parity.compare(parity.Case("layers", factory, sizes=({},)), ["fp8_current"])
     assert one.status == "error"
-    assert "; in 0; pad the tokens, give a size that fits, or leave FP8 out for this pair" in one.reason
+    assert "; in 0; pad the tokens, give a size that fits, or leave this precision out" in one.reason
 
 
 def test_a_mistake_in_a_modules_forward_is_told_with_its_line(models):
