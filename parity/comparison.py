@@ -37,7 +37,7 @@ from parity.judge.pictures import log_prob_outputs, pictured
 from parity.judge.request import CandidateRun, OnProgress, Request, ignore_progress, run_again, unchanged
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.judge.unshown import unshown_mistakes
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import check_accepts, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.numerics.errors import TINY, GoldenTensor
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
@@ -316,6 +316,7 @@ def observe_stages(request: Request, prepared: Prepared) -> Stages:
 
 def _judge_in_parts(request: Request) -> Comparison:
     """Judge each part of the outputs by itself, and the whole as well if a part cannot be compared."""
+    check_accepts(request.case)
     cases = list_parts(request)
     if len(cases) == 1:
         return judge_outputs(replace(request, case=cases[0]))

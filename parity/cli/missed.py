@@ -12,10 +12,9 @@ from parity.cli.stages import load_pair
 from parity.coverage import Tried, missed, try_mistakes
 from parity.judge.limits import packaged
 from parity.judge.request import Request
-from parity.mistakes.codes import CODES
+from parity.mistakes.codes import CODES, check_accepts
 from parity.report.numbers import short
 from parity.te import precision_named
-from parity.user_error import UserError
 
 _HEADERS = ("finding", "mistake that passes", "where", "moves an output by", "margin")
 _NAMED = 6
@@ -37,9 +36,7 @@ def print_missed(target: str, size: str, seed: int, precision: str, backend: str
         UserError: if there is no such pair, size or precision, or the pair cannot be compared here.
     """
     case, checked, kernels = load_pair(target, size, backend)
-    unknown = [title for title in case.accepts if title not in CODES]
-    if unknown:
-        raise UserError(f"{case} accepts {unknown[0]!r}, which is no finding's title; docs/findings.md has all of them")
+    check_accepts(case)
     request = Request(case, checked, precision_named(precision), seed, kernels, packaged(), probe_weights=probe_weights)
     tried = try_mistakes(request)
     rows = _one_of_each(missed(tried))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parity.case.case import Case
 from parity.result import NO_CODE, Code, Finding
+from parity.user_error import UserError
 
 _TITLES = {
     "PAR001": ("not-finite",),
@@ -189,6 +191,15 @@ UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))
 def describe_rivals(named: Sequence[str]) -> str:
     """Say that others explain a failure as well, as the end of a message; return an empty text if there are none."""
     return f"; {' or '.join(named)} explains it equally well, so it is one of these" if named else ""
+
+
+def check_accepts(case: Case) -> None:
+    """Raise a ``UserError`` if a case accepts what is no finding's title."""
+    unknown = [title for title in case.accepts if title not in CODES]
+    if unknown:
+        raise UserError(
+            f"pair {case.name!r} accepts {unknown[0]!r}, no finding's title; docs/findings.md has all of them"
+        )
 
 
 def finding(title: str, message: str, sure: bool = True, repair: str = "", code: Code = NO_CODE) -> Finding:

@@ -372,3 +372,10 @@ def test_a_pair_of_modules_that_cannot_be_copied_is_told_to_be_built_anew():
 def test_a_mistake_in_a_pair_that_no_file_declares_is_told_without_a_place():
     with pytest.raises(parity.UserError, match=r"^the pair: inputs must be a function, not int"):
         parity.compare(linear(inputs=3))
+
+
+def test_a_title_that_no_finding_has_cannot_be_accepted():
+    case = dataclasses.replace(linear_case(), accepts=("softcaps",))
+    (result,) = parity.compare(case, ["fp32"])
+    assert result.status == "error"
+    assert "accepts 'softcaps', no finding's title" in result.reason
