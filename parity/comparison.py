@@ -626,7 +626,8 @@ def _rejudge_tensors(comparison: Comparison, judge_by: Callable[..., tuple[Tenso
         alike = judge_by(models)
     on_plain_kernels, judge_again = alike, judge_by
     if request.other_kernels and not all(tensor.passed for tensor in alike):
-        judge_again = partial(judge_by, biased_runs=leaning_runs(prepared, rounding, port))
+        leaning = leaning_runs(prepared, rounding, port, comparison.candidate.recasts)
+        judge_again = partial(judge_by, biased_runs=leaning)
         alike = judge_again(models)
     by_kernels = remark(on_plain_kernels, alike, as_kernels_lean(rounding))
     noisy = noisy_sums(rounding) if request.other_kernels else ()
