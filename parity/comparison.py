@@ -490,7 +490,9 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
         numbers=ran[0].numbers,
         recalled=recalled,
         formats=formats.rows,
-        misformatted=findings_of_formats(formats.rows, prepared.formats, precision, formats.roles),
+        misformatted=findings_of_formats(
+            formats.rows if prepared.formats else (), prepared.formats, precision, formats.roles
+        ),
         mixed=describe_mixed(formats.rows, prepared.formats, precision, formats.roles),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         unwritten=unwritten_reads(once_more, candidate, before, kernels.device) if request.unwritten else (),

@@ -234,7 +234,8 @@ class Recast:
             behind: how many attentions lie behind this one.
             dtype: what it is stored in between.
         """
-        if not self.amaxes or not (own := float(largest(x))):
+        own = float(largest(x))
+        if not self.amaxes or not 0.0 < own < math.inf:
             return self
         first, second = self.amaxes[max(-1 - behind, -len(self.amaxes))]
         x = x * 2.0 ** round(math.log2(first / own))  # a loss scale moves numbers and scales alike

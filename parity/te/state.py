@@ -704,7 +704,7 @@ def recasts(scaling: Iterable[Kept]) -> Recasts:
         if own.slot.weights or own.slot.place[1] or not bool(own.history.any()):
             continue
         beside = [x for x in gradients if x.slot.weights and _is_beside(x.slot.module, own.slot.module)]
-        if not 0 < len(beside) <= 2:
+        if not 0 < len(beside) <= 2 or not all(0.0 < x.scale < math.inf for x in (own, *beside)):
             return ()
         by_ratio = {abs(math.log2(x.amax / own.amax)): x.amax for x in beside if bool(x.history.any())}
         least = min(by_ratio, default=math.inf)

@@ -501,10 +501,9 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
 def _of_formats(run: _Run, stepped: Stepped, prepared: Prepared) -> tuple[Finding, ...]:
     """Return a finding if modules computed in other formats than the pair, or the step's recipe, asks for."""
     precision = run.request.precision
-    if run.trainee.training.recipes and not prepared.formats:  # none of them may have those of an earlier step
-        return findings_of_formats(stepped.formats, {"": precision.name}, precision, stepped.roles)
-    seen = stepped.formats if precision.recipe is not None else ()
-    return findings_of_formats(seen, prepared.formats, precision, stepped.roles)
+    formats = prepared.formats if precision.recipe is not None else {}
+    seen = stepped.formats if formats or run.trainee.training.recipes else ()
+    return findings_of_formats(seen, formats, precision, stepped.roles)
 
 
 def _with_differences(run: _Run, made: _Made, beside: PairedStep, trainee: Trainee, judged: Result) -> Result:

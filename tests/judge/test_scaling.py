@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,11 +130,21 @@ SECOND = [gradient("1.core", 4.0, weights=()), gradient("1.qkv", 3.0)]
         ([UNUSED, CORE, PROJ], [(2.0, 2.0)]),
         ([QKV, gradient("0.k", 2.0), CORE, PROJ], []),
         ([CORE], []),
+        ([gradient("0.qkv", math.inf), CORE, PROJ], []),
         ([QKV, PROJ, OTHER], []),
         ([QKV, CORE, PROJ, *SECOND], [(2.0, 2.1), (4.0, 3.0)]),
         ([QKV, CORE, PROJ, SECOND[0]], []),
     ],
-    ids=["TE's attention", "hands on FP8", "layers of their own", "alone", "none", "two", "one of two alone"],
+    ids=[
+        "TE's attention",
+        "hands on FP8",
+        "layers of their own",
+        "alone",
+        "no scale",
+        "none",
+        "two",
+        "one of two alone",
+    ],
 )
 def test_both_scales_are_known_if_the_layer_before_attention_is(scaling: list[Kept], expected: list[Any]) -> None:
     assert list(recasts(scaling)) == [pytest.approx(pair) for pair in expected]
