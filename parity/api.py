@@ -131,8 +131,8 @@ def compare(
         ranks: how many ranks compute the candidate together, such as ``dict(tp=2)``: degrees of ``tp``, ``cp``, ``ep``
             and ``dp``, and ``sequence_parallel``. The pair's function is then called with ``ranks=``. None for one
             process.
-        unwritten: whether to run the candidate again with all memory that it allocates full of NaN, which shows whether
-            it reads memory that nothing has written.
+        unwritten: whether to run the candidate again with all memory that it allocates full of NaN, and garbage in
+            the padding of its inputs, which shows whether it reads either.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.

@@ -33,10 +33,12 @@ from parity.judge.judge import (
 )
 from parity.judge.limits import Table
 from parity.judge.pictures import log_prob_outputs, pictured
-from parity.judge.request import CandidateRun, OnProgress, Request, ignore_progress, run_again
+from parity.judge.request import CandidateRun, OnProgress, Request, ignore_progress, run_again, unchanged
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
+from parity.judge.unshown import unshown_mistakes
 from parity.mistakes.codes import finding
-from parity.numerics.errors import GoldenTensor
+from parity.mistakes.hypothesis import Hypothesis
+from parity.numerics.errors import TINY, GoldenTensor
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
 from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
 from parity.numerics.plain import plain_calls
@@ -55,6 +57,7 @@ from parity.passes.all_passes import (
 from parity.passes.golden_again import check_golden_again
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass
+from parity.passes.padding import find_padding
 from parity.passes.prepare import Prepared, forget, part_that_raised, prepare, release, reweighed
 from parity.passes.refusals import (
     LOOKS_UP_ELSE,
@@ -66,9 +69,9 @@ from parity.passes.refusals import (
     proves_nothing,
     remarks,
 )
-from parity.result import PROBED, REWEIGHED, Finding, Kind, Result, TensorResult, as_printable
-from parity.shown import raised, said
-from parity.stages.locate import Stages, judge_stages
+from parity.result import PROBED, REWEIGHED, Finding, Kind, Result, TensorResult, as_printable, label_of
+from parity.shown import few_of, raised, said
+from parity.stages.locate import Stages, allowed_ratio, judge_stages
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.devices import classify
@@ -77,10 +80,12 @@ from parity.te.state import Recomputes, own_recipes, quantization_seen
 from parity.trace import effects
 from parity.trace.calls import Misfit
 from parity.trace.digests import checksum
-from parity.trace.effects import Disturbed, RandomState, undisturbed
+from parity.trace.effects import Disturbed, RandomState, kept, undisturbed
+from parity.trace.unwritten import Filled
 from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
 from parity.user_error import INTERRUPTS, UserError
 
+_MOST_UNSHOWN = 6  # told
 NOT_SEARCHED = "the cause was not searched for, because of diagnose=False or --parity-diagnosis=no"
 
 
@@ -99,6 +104,7 @@ class Comparison:
         port: what the port was seen to do outside TE, as far as it affects the verdicts.
         remarks: sentences on how this and other faithful kernels changed the verdicts.
         result: the result, without the findings that a search for the cause adds.
+        unshown: known mistakes that would make no difference here.
         needs_cause: whether the result is a failure whose cause is not known yet.
         parts: the comparisons of the parts, if outputs are judged in separate parts.
         whole: the request for all parts together, if the cause is to be searched for there first.
@@ -114,6 +120,7 @@ class Comparison:
     port: Port = field(default_factory=Port)
     remarks: tuple[str, ...] = ()
     result: Result = field(init=False)
+    unshown: tuple[Hypothesis, ...] = ()
     needs_cause: bool = False
     parts: tuple[Comparison, ...] = ()
     whole: Request | None = None
@@ -209,7 +216,7 @@ def judge_at(
         return Comparison(request).ended(error_result(request, error))
 
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
-        comparison = catching(lambda: _probe_weights(_judge_in_parts(request)), end_with_error)
+        comparison = catching(lambda: _note_unshown(_probe_weights(_judge_in_parts(request))), end_with_error)
     result = with_side_effect_notes(comparison.result, disturbed)
     return comparison.ended(as_printable(replace(result, seconds=time.perf_counter() - began)))
 
@@ -313,7 +320,8 @@ def _judge_in_parts(request: Request) -> Comparison:
         parts = [judge_outputs(request), *(one for one in parts if one.result.status != "error")]
     elif parts[-1].result.status == "failed":
         whole = replace(request, on_progress=ignore_progress)
-    return Comparison(request, parts=tuple(parts), whole=whole).ended(merged([one.result for one in parts]))
+    ended = Comparison(request, parts=tuple(parts), whole=whole, unshown=parts[-1].unshown)
+    return ended.ended(merged([one.result for one in parts]))
 
 
 def _probe_weights(comparison: Comparison) -> Comparison:
@@ -336,9 +344,21 @@ def _probe_weights(comparison: Comparison) -> Comparison:
         return comparison.ended(replace(result, notes=(*result.notes, note)))
     tensors = tuple(replace(one, kind=REWEIGHED) for one in other.result.tensors)
     other.result = replace(other.result, tensors=tensors, notes=())
+    names = {one.name for one in other.unshown}
+    comparison.unshown = tuple(one for one in comparison.unshown if one.name in names)
     if other.needs_cause:
         comparison.parts = (Comparison(comparison.request).ended(result), other)
     return comparison.ended(merged([result, other.result]))
+
+
+def _note_unshown(comparison: Comparison) -> Comparison:
+    """Return the comparison with a note on what its pass could not have shown, and the pair does not accept."""
+    result, accepts = comparison.result, comparison.request.case.accepts
+    names = list(dict.fromkeys(one.name for one in comparison.unshown if one.title not in accepts))
+    if not (names and result.passed):
+        return comparison
+    note = f"this run could not have shown: {few_of(names, _MOST_UNSHOWN)}"
+    return comparison.ended(replace(result, notes=(*result.notes, note)))
 
 
 def in_fp32(request: Request) -> Request:
@@ -413,7 +433,8 @@ def judge_outputs(request: Request) -> Comparison:
         formats=candidate.formats,
     )
     # Only a search for the cause needs the passes, which may take much memory.
-    return (comparison if comparison.needs_cause else Comparison(request)).ended(result)
+    kept = comparison if comparison.needs_cause else Comparison(request, unshown=comparison.unshown)
+    return kept.ended(result)
 
 
 def _add_digests(judged: Sequence[TensorResult], computed: Tensors) -> tuple[TensorResult, ...]:
@@ -443,6 +464,8 @@ def _run_passes(comparison: Comparison) -> None:
     with _naming_what_raises("the reference in FP64"):
         prepared = prepare(request.case, request.checked, precision.dtype, request.seed, request.kernels)
     comparison.log_probs = log_prob_outputs(prepared)
+    if not request.case.is_step:
+        comparison.unshown = unshown_mistakes(prepared)
     if not request.case.reweighed:  # with probing weights, what makes a difference makes a large one
         comparison.known = directions(prepared)  # before other passes, since golden's calls hold memory until then
     with _naming_what_raises("the candidate"):
@@ -476,9 +499,10 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
     draws = not RandomState.now(kernels.device).is_as(before)
     again = partial(run_again, request, prepared)
     left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, again)
-    repeated, once_more = None, partial(again, recalled=Recalled())
+    repeated = None
     if request.determinism:
-        repeated = repeat(once_more, candidate, before, kernels.device)
+        repeated = repeat(partial(again, recalled=Recalled()), candidate, before, kernels.device)
+    unwritten, padded = _run_in_other_memory(request, prepared, candidate, before) if request.unwritten else ((), {})
     return CandidateRun(
         tensors=candidate,
         unreached=unreached,
@@ -495,11 +519,50 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
         ),
         mixed=describe_mixed(formats.rows, prepared.formats, precision, formats.roles),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
-        unwritten=unwritten_reads(once_more, candidate, before, kernels.device) if request.unwritten else (),
+        unwritten=unwritten,
+        padded=padded,
         calls_te=checked.has_te or bool(te_called),
         equals="" if quantized else next(name for name, each in PRECISIONS.items() if each.dtype == precision.dtype),
         left_out=left_out,
     )
+
+
+def _run_in_other_memory(
+    request: Request, prepared: Prepared, candidate: Tensors, before: RandomState
+) -> tuple[tuple[Finding, ...], Tensors | str]:
+    """Run the candidate with its memory full of NaN, and in the same run with garbage in the padding of its inputs.
+
+    Returns:
+        The finding of ``unwritten_reads``, and ``CandidateRun.padded``.
+    """
+    device, padding = request.kernels.device, find_padding(prepared)
+    look = partial(
+        unwritten_reads, partial(run_again, request, prepared, recalled=Recalled()), candidate, before, device
+    )
+    if padding is None:
+        return look(), {}
+    with_garbage = padding.of(prepared)
+
+    def run_padded(memory: Filled | None) -> Tensors | str:
+        with kept(device), memory or nullcontext():
+            before.restore(device)
+            try:
+                return run_again(request, with_garbage, memory.watch if memory else unchanged, recalled=Recalled())
+            except INTERRUPTS:
+                raise
+            except BaseException as error:  # the port's code may raise anything on other numbers
+                return raised(error)
+
+    def is_same(padded: Tensors | str) -> bool:
+        return not isinstance(padded, str) and padding.is_same(candidate, padded)
+
+    # A scale for several rows changes with the garbage, so that both together would tell nothing.
+    if not request.precision.rounding.quantizes and is_same(run_padded(Filled())):
+        return (), {}
+    if found := look():
+        return found, {}
+    padded = run_padded(None)
+    return (), {} if is_same(padded) else padded
 
 
 @contextmanager
@@ -519,13 +582,15 @@ def _advise_on(error: BaseException) -> str:
     """Return what to do about an error that is well known, or an empty text.
 
     Known are shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), a layer that is not recomputed
-    as it was computed, and a graph that an earlier call has left.
+    as it was computed, a graph that an earlier call has left, and a mask that TE does not take with a cache.
     """
     text = said(error)
     if "backward through the graph a second time" in text:
         return "the module reuses a tensor from an earlier call, together with its graph: compute it again in each call"
     if type(error).__name__ == "CheckpointError":
         return "torch.utils.checkpoint recomputes outside of te.autocast: under a recipe, use te.checkpoint"
+    if "KV caching requires padding mask" in text:
+        return 'with a cache, TE\'s attention needs attn_mask_type="padding_causal" (self_attn_mask_type of a layer)'
     if "FP8 execution requires" not in text:
         return ""
     return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
@@ -538,7 +603,8 @@ def observe_port(request: Request, prepared: Prepared) -> Port:
         own_recipes(precision.recipe is not None) as recipes,
         steps_seen(precision.dtype) as steps,
         choices_seen(choices_in(prepared, precision.rounding)) as choices,
-        plain_calls(precision.dtype) as names,  # last, since it looks at which code surrounds the calls
+        # This is last, since it looks at which code surrounds the calls.
+        plain_calls(precision.dtype, prepared.evaluation) as names,
     ):
         run_again(request, prepared)
     return Port(tuple(sorted(names)), together(steps), tuple(choices), tuple(dict.fromkeys(recipes)))
@@ -664,6 +730,7 @@ def _decide_result(comparison: Comparison) -> Result:
         if comparison.unlike:
             return request.result("error", reason=comparison.unlike, notes=notes)
         unseen = candidate.observed + _find_zeroed(comparison) + numbers + by_recalling(candidate.recalled, tensors)
+        unseen += _find_padding_read(comparison)
         if unseen:
             return request.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes)
         return request.result("passed", tensors=tensors, notes=notes)
@@ -676,6 +743,39 @@ def _decide_result(comparison: Comparison) -> Result:
 def _find_zeroed(comparison: Comparison) -> tuple[Finding, ...]:
     golden, candidate = golden_tensors(comparison.prepared), comparison.candidate.tensors
     return zeroed_gradients(comparison.tensors, golden, comparison.models, candidate)
+
+
+def _find_padding_read(comparison: Comparison) -> tuple[Finding, ...]:
+    """Return a finding if garbage in the padding of the inputs changes what counts by more than rounding explains.
+
+    One scale for several rows couples them, and a router sends padding to experts, whose kernels then round otherwise.
+    """
+    request, prepared, padded = comparison.request, comparison.prepared, comparison.candidate.padded
+    padding = find_padding(prepared) if padded else None
+    if padding is None:
+        return ()
+    told = f"with garbage in the tokens that the input {padding.mark} marks as padding"
+    if isinstance(padded, str):
+        return (finding("not-invariant", f"{told}, the candidate raises {padded}"),)
+    changes = padding.changes(comparison.candidate.tensors, padded)
+    golden, rounding = golden_tensors(prepared), request.precision.rounding
+    usual = model_tensors(prepared, rounding, FUSED)
+    by_recipe = padding.changes(usual, run_model(replace(padding.of(prepared), probed={}), rounding, FUSED))
+    by_rounding = padding.changes(golden, usual)
+    explained = {key: max(by_recipe[key], 2**0.5 * by_rounding[key]) for key in changes}
+    beyond = {
+        key: change
+        for key, change in changes.items()
+        if not change <= allowed_ratio(golden[key].numel()) * explained[key]
+    }
+    if beyond:
+        by_chance = padding.changes(comparison.candidate.tensors, run_again(request, prepared))
+        beyond = {key: change for key, change in beyond.items() if change > allowed_ratio(1) * by_chance[key]}
+    if not beyond:
+        return ()
+    worst = max(beyond, key=lambda key: beyond[key] / (explained[key] + TINY))
+    change = f"{label_of(*worst)} of the other tokens changes by {beyond[worst]:.2g} of its norm"
+    return (finding("not-invariant", f"{told}, {change}, of which rounding explains {explained[worst]:.2g}"),)
 
 
 def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> Iterator[str]:
@@ -799,8 +899,8 @@ def catching(run: Callable[[], _Returned], otherwise: Callable[[BaseException], 
 
 def error_result(request: Request, error: BaseException) -> Result:
     """Return an error for what was raised where no step expects it, such as in a step of a training."""
-    if isinstance(error, UserError):
-        return request.result("error", reason=said(error))
+    if isinstance(error, (UserError, NotOffered)):
+        return request.result("skipped" if isinstance(error, NotOffered) else "error", reason=said(error))
     whose = "the pair's code" if users_line(error) else "parity itself, because of a bug or an unusual tensor,"
     return _error_result(request, f"{whose} raised {_say_where_raised(error)}", error)
 

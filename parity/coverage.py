@@ -21,6 +21,7 @@ from parity.comparison import catching, in_fp32, judge_outputs, list_parts
 from parity.judge.request import CandidateRun, Request, run_again
 from parity.judge.second_look import HOPELESS_MARGIN, is_hopeless
 from parity.judge.statistics import SMALLEST_SLICE
+from parity.judge.unshown import but_for_its_number, list_idle_conditions
 from parity.mistakes.catalogue import hypotheses
 from parity.mistakes.hypothesis import Hypothesis, more_like_it
 from parity.mistakes.replay import Outputs, call_with
@@ -33,12 +34,11 @@ from parity.result import Result, TensorResult
 from parity.shown import raised
 from parity.te import why_refused
 from parity.trace.effects import undisturbed
-from parity.trace.trace import Trace, edit, ordinal
+from parity.trace.trace import ordinal
 from parity.trace.whose import users_line
 from parity.user_error import UserError
 
 _FP64 = 1e-12  # in FP64, sums in another order change outputs by less than this share
-_COMPARES = ("gt", "ge", "lt", "le")
 # The wrong ports' kernels. Those of both models that they are judged by round otherwise.
 _KERNELS = replace(FUSED_POINTWISE, splits_of_k=2, jitter=0)
 
@@ -116,7 +116,7 @@ def _try_in_parts(request: Request) -> list[Tried]:
     def add_all(case: Case, request: Request) -> None:
         shown = {key for key, one in found.items() if one.is_shown}
         for one in _try_all(replace(request, case=case), shown):
-            key = _but_for_its_number(one.mistake)
+            key = but_for_its_number(one.mistake)
             found[key] = found[key].joined(one) if key in found else one
 
     for case in list_parts(request):
@@ -139,7 +139,7 @@ def _try_all(request: Request, shown: Container[object]) -> Iterator[Tried]:
         raise UserError(f"{request.case} proves nothing at {request.precision.name}: {verdict.reason}")
     effects = _Effects(prepared, verdict.tensors)
     for mistake in _list_mistakes(prepared):
-        if _but_for_its_number(mistake) in shown:
+        if but_for_its_number(mistake) in shown:
             continue
         effect = effects.of(mistake)
         if not effect <= HOPELESS_MARGIN:
@@ -166,27 +166,9 @@ def _list_mistakes(prepared: Prepared) -> list[Hypothesis]:
     known = hypotheses(prepared, trace, broken=[])
     whole = (one for one in known if one.scope in ("all", "kind") and one.edits and not one.adds)
     found: dict[tuple[object, ...], Hypothesis] = {}
-    for one in chain(_list_idle_conditions(trace), whole):
-        found.setdefault(_but_for_its_number(one), one)
+    for one in chain(list_idle_conditions(trace), whole):
+        found.setdefault(but_for_its_number(one), one)
     return list(found.values())
-
-
-def _list_idle_conditions(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield comparisons of positions that a port may leave out, since a window is longer than the sequence."""
-    for call in trace.calls:
-        if call.name in _COMPARES and len(call.outputs) == 1:
-            result = trace.tensor(call.outputs[0])
-            of_positions = all(not trace.tensor(x).is_floating_point() for x in call.inputs)
-            if of_positions and result.dtype is torch.bool and result.numel() > 1 and result.unique().numel() == 1:
-                same = bool(result.flatten()[0])
-                repair = f"compare positions as the reference does; here that is {same} for all, so nothing shows it"
-                fixed = edit(call, (), partial(torch.full_like, fill_value=same))
-                yield Hypothesis("window", f"condition left out, {call.described}", repair, (fixed,))
-
-
-def _but_for_its_number(one: Hypothesis) -> tuple[object, ...]:
-    name = one.name if one.value is None else ""
-    return one.title, name, frozenset(edit.site for edit in one.edits)
 
 
 class _Effects:

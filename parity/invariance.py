@@ -1,4 +1,4 @@
-"""Does a token's result depend on how it was batched, padded, packed, cut or recomputed, and whose fault is it?
+"""Does a token's result depend on how it was batched, padded, packed, cut, recomputed or split, and whose fault is it?
 
 The inputs are arranged in another way, the candidate runs on them, and its results are put back in their old order and
 compared to the bit. If some differ, the rounding model runs on both arrangements: what changes there as much is the
@@ -39,9 +39,9 @@ from parity.result import Kind, Result, label_of
 from parity.search.located import describe_place
 from parity.settings import AXES
 from parity.shown import raised
-from parity.stages.judge import ratio_by_chance
-from parity.stages.locate import RATIO, judge_stages
+from parity.stages.locate import allowed_ratio, judge_stages
 from parity.te import why_refused
+from parity.te.recipes import REFUSED_SHAPES
 from parity.te.state import checkpointed
 from parity.trace.calls import Misfit
 from parity.trace.effects import undisturbed
@@ -52,8 +52,6 @@ _ORDER: tuple[Verdict, ...] = ("none", "equal", "kernels", "recipe", "reference"
 _SMALL = 1e-6  # a tensor whose norm is a smaller share of the largest one's is 0 but for rounding
 _GARBAGE = 30.0  # the size of what stands in padding; usual inputs have 1
 _MOST_PARTS = 4  # micro-batches
-# What TE's kernels, and the CPU's, say of shapes that they do not quantize or multiply.
-_REFUSALS = ("FP8 execution requires", "requirement on", "needs tensors whose last dimension")
 
 Key = tuple[Kind, str]
 Changes = dict[Key, float]  # by how much of its norm each tensor changes
@@ -163,6 +161,7 @@ class _Way:
         run: runs the candidate.
         join: puts the passes' tensors in their usual order, without what is not compared.
         keep: leaves the same of the usual pass.
+        ranks: how many processes compute it together, each of which rounds its part.
     """
 
     told: str
@@ -170,6 +169,7 @@ class _Way:
     run: Callable[[Prepared], Tensors]
     join: Callable[[Sequence[Tensors]], Tensors] = lambda some: some[0]
     keep: Callable[[Tensors], Tensors] = dict
+    ranks: int = 1
 
 
 class _Subject:
@@ -254,6 +254,16 @@ class _Subject:
         told = "computed again in the backward pass"
         made = self._vary_inputs({}, lambda outputs: self._base.cotangents, checkpointed(checkpoint, self._base.call))
         yield self._verify_way(_Way(told, (made,), recompute))
+
+    def _list_ways_ranks(self) -> Iterator[_Way]:
+        from parity.trainings.parallel import NO_RANKS, tensors_over_ranks
+
+        request = self._request
+        if not request.case.ranks or request.kernels.backend == "gpu":
+            raise _Excused("none", NO_RANKS if request.case.ranks else "the pair is declared without ranks=[...]")
+        for made in request.case.ranks:
+            run = partial(tensors_over_ranks, request, made=made)
+            yield _Way(f"over {made.label}", (self._base,), run, ranks=made.count)
 
     def _pad_tokens(self, axis: str) -> _Way:
         """Return the way with padding, as much as there are tokens, that one of the inputs marks."""
@@ -479,7 +489,7 @@ class _Subject:
             made = way.join([way.run(one) for one in way.runs])
         except Exception as error:  # the port's code may raise anything on other shapes
             told = f"{way.told}, the candidate raises {raised(error)}"
-            return Outcome(axis, "none" if any(one in told for one in _REFUSALS) else "depends", math.inf, told)
+            return Outcome(axis, "none" if any(one in told for one in REFUSED_SHAPES) else "depends", math.inf, told)
         golden = way.keep(tensors_of(self._base.golden))
         changes = _measure_changes(made, way.keep(self._own), golden)
         if not any(changes.values()):
@@ -488,7 +498,7 @@ class _Subject:
 
         for excuse in self._explain_changes(way, golden):
             verdict, why, explained = excuse
-            if all(changes[key] <= _allow_times(golden[key]) * explained[key] for key in changes):
+            if all(changes[key] <= allowed_ratio(golden[key].numel()) * explained[key] for key in changes):
                 worst = max(changes, key=lambda key: changes[key])
                 why = f"as {why} explain ({explained[worst]:.2g})"
                 break
@@ -502,15 +512,24 @@ class _Subject:
         """Yield what may explain changes, in words, with the changes that it explains."""
         rounding, alike = self._request.precision.rounding, [(FUSED, FUSED), (UNFUSED, UNFUSED)]
         stored = Rounding(rounding.storage) if rounding.quantizes else rounding
+
+        def measure_errors(rounding: Rounding, times: float) -> Changes:
+            errors = _measure_changes(way.keep(self._run_model(self._base, rounding, FUSED)), golden, golden)
+            return {key: times * error for key, error in errors.items()}
+
         by_chance = _measure_changes(way.keep(self._run(self._base)), way.keep(self._own), golden)
         yield "kernels", "two runs on the same inputs", by_chance
         yield "kernels", "sums in another order", self._model_changes(way, golden, stored, alike)
         explained = self._model_changes(way, golden, rounding, alike)
+        if way.ranks > 1:
+            added = measure_errors(stored, (2.0 * way.ranks) ** 0.5)
+            explained = {key: max(explained[key], added[key]) for key in golden}
+            yield "kernels", "roundings of what ranks add up", explained
         if rounding.quantizes:
             # Where scales couple tokens, a port that computes them in parts of its own may round all of them anew.
-            errors = _measure_changes(way.keep(self._run_model(self._base, rounding, FUSED)), golden, golden)
-            coupled = [key for key, change in explained.items() if change or rounding.scales_whole_weights]
-            explained |= {key: max(explained[key], 2**0.5 * errors[key]) for key in coupled}
+            errors, in_parts = measure_errors(rounding, 2**0.5), rounding.scales_whole_weights or way.ranks > 1
+            coupled = [key for key, change in explained.items() if change or in_parts]
+            explained |= {key: max(explained[key], errors[key]) for key in coupled}
             yield "recipe", "the recipe's scales", explained
         names = (*biased_kernels(rounding), *noisy_sums(rounding))
         kernels = [FUSED, UNFUSED, replace(FUSED_POINTWISE, splits_of_k=2, jitter=0)]
@@ -561,11 +580,6 @@ def _measure_changes(tensors: Tensors, own: Tensors, golden: Tensors) -> Changes
         return norm_of(off.masked_fill(tensors[key].isnan() & own[key].isnan(), 0.0)) / size
 
     return {key: measure(key) for key in golden}
-
-
-def _allow_times(x: Tensor) -> float:
-    """Return how many times as large a change of a tensor may be as what explains it."""
-    return max(RATIO, ratio_by_chance(x.numel()))
 
 
 def _select_rows(x: Tensor, dim: int, rows: Tensor) -> Tensor:

@@ -525,9 +525,10 @@ def as_printable(part: Part) -> Part:
     return cast(Part, value)
 
 
-def label_of_way(size_label: str, steps: int = 0, switch: Switch = "", ranks: str = "") -> str:
-    """Return the label of a size with the steps and switch of a training and with the ranks, if there are any."""
-    return "-".join(filter(None, (size_label, f"steps{steps}" if steps else "", switch if steps else "", ranks)))
+def label_of_way(size_label: str, steps: int = 0, switch: Switch = "", ranks: str = "", decoding: bool = False) -> str:
+    """Return the label of a size with a training's steps and switch, the ranks, or that it decodes."""
+    way = (f"steps{steps}" if steps else "", switch if steps else "", ranks, "decoding" if decoding else "")
+    return "-".join(filter(None, (size_label, *way)))
 
 
 def to_json(result: Result) -> dict[str, Any]:

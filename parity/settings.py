@@ -28,7 +28,7 @@ DECLARED_PRECISIONS: dict[str, Any] = {}
 
 AXES = (
     *("batch-size", "batch-place", "padding-right", "padding-left", "padding-garbage", "packing"),
-    *("prefix", "decoding", "micro-batches", "recompute"),
+    *("prefix", "decoding", "micro-batches", "recompute", "ranks"),
 )
 """What a pair may be invariant to, see ``parity.invariance``."""
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from parity.user_error import UserError
 
-_MASK = "padding_causal"  # TE aligns it at the bottom right if keys come from a cache
+MASK = "padding_causal"  # TE takes no other causal mask with a cache, and aligns it at the bottom right
+MASK_ARGUMENTS = ("attn_mask_type", "self_attn_mask_type")
 
 _PROMPT: ContextVar[tuple[int, list[Decoding]] | None] = ContextVar("prompt", default=None)
 
@@ -135,7 +136,7 @@ class Decoding:
                 f"{type(module).__name__}.forward takes no inference_params, so it caches nothing: pass "
                 "step=lambda module, part, inference_params: ... to parity.Decoding"
             )
-        masks = {name: _MASK for name in ("attn_mask_type", "self_attn_mask_type") if name in named}
+        masks = {name: MASK for name in MASK_ARGUMENTS if name in named}
         returned: Tensor = module(part, **masks | passed | dict(given))
         return returned
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from parity.case import validate
@@ -28,6 +28,7 @@ class Item:
         steps: for how many steps the pair is trained; 0 for a single pass.
         switch: how it is trained.
         ranks: the ranks over which the candidate is computed; None for one process.
+        decoding: whether the candidate decodes what the pair calls it with, see ``parity.passes.decoded``.
     """
 
     case: Case
@@ -37,6 +38,7 @@ class Item:
     steps: int
     switch: Switch
     ranks: Degrees | None
+    decoding: bool = False
 
     @property
     def name(self) -> str:
@@ -45,8 +47,18 @@ class Item:
         return item_name(self.case.name, self.precision.name, label, self.attention or "")
 
 
+DEFAULT_STEPS = 3
+"""For how many steps a pair is trained that declares none, if a run asks for trainings."""
+
+
 def items_of(
-    case: Case, te: ModuleType, precisions: Sequence[Precision], attention: str = "auto", steps: int | None = None
+    case: Case,
+    te: ModuleType,
+    precisions: Sequence[Precision],
+    attention: str = "auto",
+    steps: int | None = None,
+    training: bool = False,
+    decoding: bool = False,
 ) -> Iterator[Item]:
     """Yield items by size, precision and attention backend, so that those that share a golden value follow each other.
 
@@ -56,12 +68,14 @@ def items_of(
         precisions: those that are asked for.
         attention: the attention backends that are asked for.
         steps: for how many steps pairs are trained; None for as many as the case says.
+        training: whether a pair is trained for ``DEFAULT_STEPS`` if neither says how many.
+        decoding: whether the pair is compared once more, with a candidate that decodes.
 
     Raises:
         UserError: if the two sides of the case do not fit together at one of its sizes.
     """
     chosen = [precision for precision in precisions if case.runs_at(precision.name)]
-    trained = case.steps if steps is None else steps
+    trained = steps if steps is not None else case.steps or training * DEFAULT_STEPS
     alone: list[tuple[int, Switch]] = [(0, "")]
     alone += [(trained, switch) for switch in ("", *case.switches)] if trained else []
     over_ranks = [(steps, switch) for steps, switch in alone if switch in ("", *SWITCHES_OVER_RANKS)]
@@ -71,3 +85,6 @@ def items_of(
         forced = validate.attention_of(case, checked, attention)
         for precision, backend, way in itertools.product(chosen, forced, ways):
             yield Item(case, checked, precision, backend, *way)
+        sequences = replace(checked, label=label_of_way(checked.label, decoding=True))
+        for precision, backend in itertools.product(chosen, forced) if decoding else ():
+            yield Item(case, sequences, precision, backend, 0, "", None, decoding=True)

@@ -89,6 +89,8 @@ def run(
     last_failed: Annotated[bool, typer.Option("--lf", help="Only what failed last; all if nothing did.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that did not end.")] = False,
     steps: Annotated[str | None, typer.Option(help="Train every pair for so many steps, 0 for none.")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Train pairs that declare no steps, for 3.")] = False,
+    decoding: Annotated[bool, typer.Option("--decoding", help="Let candidates decode, too, with TE's cache.")] = False,
     engine: Annotated[str | None, typer.Option(help="local, ray (a Ray cluster), or an installed one [local].")] = None,
     address: Annotated[str | None, typer.Option(help="Address of the Ray cluster; local starts one here.")] = None,
     save_as: Annotated[str | None, typer.Option(help="Keep the record as a baseline of this name.")] = None,
@@ -127,7 +129,8 @@ def run(
     workers = workers or suite.workers_of_project(files)
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     arguments += [] if unwritten else ["--parity-unwritten=no"]
-    arguments += ["--parity-probe-weights=yes"] if probe_weights else []
+    asked = {"probe-weights": probe_weights, "training": training, "decoding": decoding}
+    arguments += [f"--parity-{option}=yes" for option, is_asked in asked.items() if is_asked]
     arguments += [] if strict is None else [f"--parity-strict={'yes' if strict else 'no'}"]
     is_own = context.obj == OWN_PROCESS
     with suite.verdicts_on_stdout(json) as further:
@@ -536,6 +539,18 @@ def report(
 def guide() -> None:
     """Print how to port to TransformerEngine with te-parity: one page for newcomers, and a skill for coding agents."""
     print((resources.files("parity") / "SKILL.md").read_text(encoding="utf-8"), end="")
+
+
+@add_command(
+    app,
+    "parity explain PAR201",
+    "parity explain norm-eps",
+)
+def explain(name: Annotated[str, typer.Argument(help="A finding's code or title.")]) -> None:
+    """Print what a finding means, how a port usually comes by it, and how to repair it."""
+    from parity.cli import findings
+
+    print(findings.explain(name))
 
 
 @add_command(

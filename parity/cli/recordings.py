@@ -11,11 +11,12 @@ from tabulate import tabulate
 from parity import data_files, shown, te
 from parity.cli.stages import load_pair
 from parity.plugin.options import parse_backend, parse_precision
+from parity.ranks.layout import Degrees
 from parity.recordings.differences import Bisection, Difference, bisect_dumps, bisect_passes
 from parity.recordings.dumps import DumpedFile, find_files, judge_files
 from parity.recordings.environment import compare_environments, describe_environment
 from parity.recordings.folder import StoredPass, read
-from parity.recordings.joined import group_ranks
+from parity.recordings.joined import find_degrees, group_ranks
 from parity.recordings.judged import JudgedPass, judge_pass
 from parity.report.failure import causes_and_figures, describe_verdict
 from parity.report.numbers import plural, short
@@ -62,7 +63,8 @@ def judge(
     if not reference:
         raise UserError("name what the model should compute: --reference my_pairs.py::my_model")
     case, checked, kernels = load_pair(reference, size, backend)
-    judged = [judge_pass(group, case, checked, kernels, precision, seconds) for group in group_ranks(passes)]
+    groups = group_ranks(passes, find_degrees(passes[0].index, case, kernels, checked.size))
+    judged = [judge_pass(group, case, checked, kernels, precision, seconds) for group in groups]
     for one in judged:
         print(shown.text("\n".join(_list_verdict(one))))
     wrong = sum(not one.result.passed for one in judged)
@@ -153,7 +155,8 @@ def bisect(first: Path, second: Path, reference: str, size: str, backend: str) -
     pairs = list(_match_passes(known[first], known[second], first, second))
     _print_environments(pairs[0][0].index.environment, pairs[0][1].index.environment, first.name, second.name)
     pair = load_pair(reference, size, backend) if reference else None
-    groups = {path: group_ranks(passes) for path, passes in known.items()}
+    made = find_degrees(pairs[0][0].index, pair[0], pair[2], pair[1].size) if pair else Degrees()
+    groups = {path: group_ranks(passes, made) for path, passes in known.items()}
     judged: dict[tuple[Path, int], JudgedPass] = {}  # each group once, however many ranks it has
     is_right = True
     for one, other in pairs:

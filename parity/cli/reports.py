@@ -46,7 +46,7 @@ def draw(file: Path, output: Path | None) -> bool:
     for target in targets:
         print(f"{'page' if _is_html(target) else 'report'}: {target}")
     _end_if_damaged({file: read})
-    return run.complete and not run.failed and not run.skips
+    return run.complete and not run.failed and not run.compared_nothing
 
 
 def print_verdicts(file: Path) -> bool:

@@ -203,7 +203,7 @@ def _first_along(
 
 
 def _compute_position_norms(x: Tensor, dim: int) -> Tensor:
-    return torch.linalg.vector_norm(x.movedim(dim, 0).flatten(1), dim=1)
+    return torch.linalg.vector_norm(x.movedim(dim, 0).reshape(x.shape[dim], -1), dim=1)
 
 
 def first_wrong_told(
@@ -216,9 +216,9 @@ def first_wrong_told(
         key = result.key
         found = first_wrong(result, candidate[key], golden[key], [model[key] for model in models])
         if found is not None:
-            what = "position" if found.dim == 1 else f"index of dimension {found.dim}"
+            where = f"position {found.index}" if found.dim == 1 else f"index {found.index} of dimension {found.dim}"
             yield (
-                f"{result.label} is right before {what} {found.index} (of {found.count}, counted from 0); there its "
+                f"{result.label} is right before {where} (of {found.count}, counted from 0); there its "
                 f"relative error is {found.error:.2g}, but {found.expected:.2g} is expected"
             )
 

@@ -42,6 +42,7 @@ class CandidateRun:
         mixed: what to say about modules that computed without the recipe, if the pair asks for no formats.
         recomputed: a finding if the backward pass computes a layer again under another recipe.
         unwritten: a finding if memory is read that nothing has written.
+        padded: its tensors with garbage in the padding of its inputs, or what it raised, if what counts has changed.
         calls_te: whether the candidate uses TE at all.
         equals: the precision without a recipe that the pass equals, since nothing in it was quantized; else empty.
         left_out: the message about TE modules that hold weights and did not run; empty if all did.
@@ -66,6 +67,7 @@ class CandidateRun:
     mixed: str = ""
     recomputed: tuple[Finding, ...] = ()
     unwritten: tuple[Finding, ...] = ()
+    padded: Tensors | str = field(default_factory=dict)
     calls_te: bool = True
     equals: str = ""
     left_out: str = ""
@@ -100,7 +102,8 @@ class Request:
         candidate_run: the candidate's pass, if it has been made already, as a step of a training has.
         on_progress: called with the result of a port that fails at first look, and whether a second look has ended;
             with None if that clears the port.
-        unwritten: whether the candidate is run once more, with all memory that it allocates full of NaN.
+        unwritten: whether the candidate is run once more, with all memory that it allocates full of NaN, and garbage in
+            the padding of its inputs.
         probe_weights: whether a fresh model that passes is compared with probing weights as well.
     """
 

@@ -90,6 +90,13 @@ def attention_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     yield from at_each_scope(mistakes, found, lambda one: one.call.module)
 
 
+def score_cap_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
+    """Yield a missing cap of the reference's scores, for all that are capped alike."""
+    for cap, alike in grouped(attentions(trace), lambda one: one.softcap).items():
+        if math.isfinite(cap):
+            yield from at_each_scope([_softcap(cap, math.inf)], alike)
+
+
 def softmax_scale_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield the mistakes in the scale of the reference's scores, which a matched filter looks for."""
     found = attentions(trace)
@@ -182,8 +189,17 @@ def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mist
     yield from numbers(another, [right], subtle=True)
 
 
+def _say_scale(scale: float) -> str:
+    """Return a scale, and as a formula if it is 1 over the root of a whole number: ``0.08839, 1/sqrt(128)``."""
+    square = scale**-2 if scale > 0.0 else 0.0
+    is_root = round(square) > 1 and math.isclose(square, round(square), rel_tol=1e-6)
+    return f"{scale:.4g}{f', 1/sqrt({round(square)})' * is_root}"
+
+
 def _scale(right: float, scale: float, described: str = "") -> Mistake[Attention]:
-    described = described or f"{scale:.4g}"
+    number = f"{scale:.4g}"
+    described = described or number
+    told = described if number in described else f"{described}, {number}"
 
     def edits(attention: Attention) -> tuple[Edit, ...]:
         if math.isclose(scale, attention.scale * attention.earlier_scale, rel_tol=1e-4):
@@ -193,7 +209,7 @@ def _scale(right: float, scale: float, described: str = "") -> Mistake[Attention
     return Mistake(
         "softmax-scale",
         f"softmax scale {described}",
-        f"give TE softmax_scale={right:.4g}, as the reference has; the port's is {described}",
+        f"give TE softmax_scale={_say_scale(right)}, as the reference has; the port's is {told}",
         edits,
     )
 

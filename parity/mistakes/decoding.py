@@ -73,12 +73,13 @@ def _of_attention(
 
 def _of_positions(turned: Sequence[Rotation], prompt: int) -> Iterator[Hypothesis]:
     others: dict[str, Callable[[Tensor], Tensor]] = {
-        "each new token is rotated as the first of a sequence, by position 0": torch.zeros_like,
         "new tokens are rotated by positions that begin again at 0": lambda later: later - prompt,
         "rotary positions are one too large": lambda later: later + 1.0,
         "rotary positions are one too small": lambda later: later - 1.0,
-        "rotary positions stay at the last one of the prompt": lambda later: torch.full_like(later, prompt - 1.0),
     }
+    if prompt > 1:  # else both leave all tokens unrotated, which has a plainer name
+        others["each new token is rotated as the first of a sequence, by position 0"] = torch.zeros_like
+        others["rotary positions stay at the last one of the prompt"] = lambda later: torch.full_like(later, prompt - 1)
     repair = (
         "rotate each new token by its place in the whole sequence (start_positions, get_seqlens_pre_step, or an offset "
         "of rotary_pos_emb)"

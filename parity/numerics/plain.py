@@ -158,17 +158,43 @@ _LEFT_OUT = frozenset({"copy_", "clone", "detach", "_softmax", "_safe_softmax"})
 
 
 @contextmanager
-def plain_calls(dtype: torch.dtype) -> Iterator[set[str]]:
+def plain_calls(dtype: torch.dtype, evaluation: bool = False) -> Iterator[set[str]]:
     """Collect the names of the ATen functions that a port's own code calls on activations within the context.
 
     The code of TE and parity does not count, except for TE's unfused attention.
 
     Args:
         dtype: the dtype of the activations that count.
+        evaluation: whether the port runs without gradients, which else tell activations from tables of angles. It must
+            be built within the context then, so that its buffers are known.
     """
-    recorder = _Recorder(dtype)
+    recorder = _Recorder(dtype, _Constants() if evaluation else None)
     with recorder:
         yield recorder.names
+
+
+class _Constants:
+    """Floating-point tensors that are computed from numbers alone, such as tables of angles and masks."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}  # by address; kept, so that no address is reused
+
+    def see(self, func: Any, operands: Sequence[Any], result: Any) -> None:
+        """Note whether the results of a call are constants; what an empty tensor will hold is not known."""
+        is_constant = "empty" not in func.overloadpacket.__name__ and not self.lacks_any(operands)
+        for x in filter(_is_floating, tree_leaves(result)):
+            if is_constant and address(x):
+                self._held[address(x)] = x
+            else:
+                self._held.pop(address(x), None)
+
+    def lacks_any(self, operands: Sequence[Any]) -> bool:
+        """Return whether any floating-point tensor among the operands is no constant."""
+        return any(_is_floating(x) and (x.requires_grad or address(x) not in self._held) for x in operands)
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def is_in_place(func: Any) -> bool:
@@ -177,10 +203,11 @@ def is_in_place(func: Any) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, constants: _Constants | None) -> None:
         super().__init__()
         self.names: set[str] = set()
         self._dtype = dtype
+        self._constants = constants
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -188,9 +215,15 @@ class _Recorder(TorchDispatchMode):
         is_new = not names <= self.names and name not in _LEFT_OUT and not func.is_view
         if is_new and self._is_of_activations(func, args) and _is_users(sys._getframe(1)):
             self.names |= names
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self._constants is not None and not func.is_view:  # a view shares its tensor's memory
+            self._constants.see(func, tree_leaves((args, kwargs)), result)
+        return result
 
     def _is_of_activations(self, func: Any, args: Any) -> bool:
+        if self._constants is not None:
+            held = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dtype is self._dtype]
+            return self._constants.lacks_any(held)
         if is_in_place(func) and torch._C._current_graph_task_id() == NO_BACKWARD:  # as in a training step
             return any(isinstance(x, Tensor) and x.dim() and x.dtype is self._dtype for x in tree_leaves(args[:1]))
         return any(isinstance(x, Tensor) and x.requires_grad and x.dtype is self._dtype for x in tree_leaves(args))

@@ -404,7 +404,8 @@ def _make_items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     kernels = _load_kernels(module.config)
     is_large = options.sizes == "large" or (options.sizes == "auto" and kernels.backend == "gpu")
     sized = replace(case, sizes=(*case.sizes, *case.large_sizes)) if is_large else case
-    for item in items_of(sized, kernels.te, chosen, options.attention, options.steps):
+    asked_ways = options.steps, options.training, options.decoding
+    for item in items_of(sized, kernels.te, chosen, options.attention, *asked_ways):
         yield ParityItem.from_parent(
             module,
             name=item.name,
@@ -416,6 +417,7 @@ def _make_items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
             steps=item.steps,
             switch=item.switch,
             ranks=item.ranks,
+            decoding=item.decoding,
             kernels=kernels,
             options=options,
         )

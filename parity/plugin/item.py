@@ -245,6 +245,7 @@ class ParityItem(pytest.Item):
         steps: for how many steps the pair is trained; 0 for a single pass.
         switch: how it is trained.
         ranks: the ranks over which the candidate is computed; None for one process.
+        decoding: whether the candidate decodes what the pair calls it with.
         verdict: the failure of the seed that is being compared, until that comparison has ended; else None.
         unfinished: the part that has not ended then: the search for the cause, or a second look, which may even
             withdraw the verdict.
@@ -264,6 +265,7 @@ class ParityItem(pytest.Item):
         steps: int = 0,
         switch: Switch = "",
         ranks: Degrees | None = None,
+        decoding: bool = False,
         kernels: Kernels,
         options: Options,
         **kwargs: Any,
@@ -271,6 +273,7 @@ class ParityItem(pytest.Item):
         super().__init__(**kwargs)
         self.case, self.checked, self.precision, self.attention = case, checked, precision, attention
         self.kernels, self.options, self.steps, self.switch, self.ranks = kernels, options, steps, switch, ranks
+        self.decoding = decoding
         self.results: list[Result] = []
         self.verdict: Result | None = None
         self.unfinished = _SEARCH
@@ -415,7 +418,16 @@ class ParityItem(pytest.Item):
     def _judged_and_explained(self, seed: int, calibration: Table) -> Result:
         from parity.comparison import check_stages_at, explain_at, judge_at
 
-        at = self.case, self.checked, self.precision, seed, self.kernels, calibration
+        case = self.case
+        if self.decoding:
+            from parity.passes.decoded import decoded_case
+            from parity.te.attention_backend import NotOffered
+
+            try:
+                case = decoded_case(case, self.checked, self.kernels)
+            except NotOffered as error:
+                return self.skipped(str(error))
+        at = case, self.checked, self.precision, seed, self.kernels, calibration
         if self.steps:
             from parity.trainings.training import train_at
 
@@ -438,7 +450,7 @@ class ParityItem(pytest.Item):
             result = explain_at(comparison, self.options.diagnosis)
             if self.options.stages:
                 result = check_stages_at(comparison.request, result)
-            if self.case.invariance:
+            if case.invariance:
                 from parity.invariance import check_invariance_at
 
                 result = check_invariance_at(comparison.request, result)

@@ -151,12 +151,14 @@ class Options:
         sizes: one of ``SIZES``: whether cases are compared at their large sizes as well; ``auto`` means on a GPU.
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         stages: whether a port that passes is judged stage by stage as well.
-        unwritten: whether each candidate is run again with all memory that it allocates full of NaN.
+        unwritten: whether each candidate is run again with memory full of NaN, and garbage in its inputs' padding.
         probe_weights: whether a fresh model that passes is compared with probing weights as well.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
         resume: whether the run goes on with the existing record.
         steps: for how many steps every pair is trained, 0 for none; None for the steps that each pair declares.
+        training: whether pairs that declare no steps are trained as well.
+        decoding: whether candidates that take a cache are compared as they decode as well.
         engine: what compares the items: ``local`` for this machine, or the name of an engine, such as ``ray``.
         address: the cluster's address; empty for the cluster that Ray finds.
         save_as: the name under which the record is kept as a baseline; empty for none.
@@ -184,6 +186,8 @@ class Options:
     diagnosis: float | None = 30.0
     resume: bool = False
     steps: int | None = None
+    training: bool = False
+    decoding: bool = False
     engine: str = engines.LOCAL
     address: str = ""
     save_as: str = ""
@@ -246,6 +250,8 @@ _DECLARED = (
     ),
     ("probe-weights", "no", "yes|no", "compare fresh models with probing weights as well (default: no)"),
     ("steps", "", "N", "train every pair for so many steps, 0 for none (default: what each pair declares)"),
+    ("training", "no", "yes|no", "train pairs that declare no steps as well, for 3 (default: no)"),
+    ("decoding", "no", "yes|no", "let candidates that take a cache decode as well (default: no)"),
     ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
     ("timeout", "600", "SECONDS", "for an item at one seed, and to collect a file; 0: no limit (default: 600)"),
     ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
@@ -331,6 +337,8 @@ def read(config: pytest.Config) -> Options:
         diagnosis=parse_diagnosis(value("diagnosis"), "--parity-diagnosis"),
         resume=_parse_yes("resume", value("resume")),
         steps=parse_steps(value("steps"), "--parity-steps"),
+        training=_parse_yes("training", value("training")),
+        decoding=_parse_yes("decoding", value("decoding")),
         engine=parse_engine(value("engine"), "--parity-engine"),
         address=value("address"),
         save_as=parse_baseline(value("save-as"), "--parity-save-as"),

@@ -249,7 +249,8 @@ class Recorder:
             session.exitstatus = pytest.ExitCode.INTERRUPTED  # the run passed, but no file says so
         if self._unfinished is not None and self._digest is not None:
             session.exitstatus = self._exit_code(session.exitstatus)
-        if self._digest and self._digest.skips and not self._others and session.exitstatus == pytest.ExitCode.OK:
+        is_empty = self._digest is not None and self._digest.compared_nothing
+        if is_empty and not self._others and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         if self._since is not None and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = self._since.code

@@ -82,6 +82,7 @@ class Attention:
         windowed: whether a layer has the window; empty if all have it.
         sinks: whether each head has a learned score more in its softmax.
         latent: for multi-head latent attention; its norms are ``norm``.
+        alibi: what the model's slopes of ALiBi are multiplied with; empty without ALiBi.
     """
 
     heads: Expression
@@ -97,6 +98,7 @@ class Attention:
     windowed: Expression = ""
     sinks: bool = False
     latent: Latent | None = None
+    alibi: Expression = ""
 
 
 @dataclass
@@ -151,12 +153,14 @@ class Mlp:
         activation: as transformers names it.
         gated: whether the activated half multiplies another one.
         bias: whether its layers have biases.
+        learned: whether the activation has parameters.
     """
 
     width: Expression
     activation: str
     gated: bool
     bias: bool = False
+    learned: bool = False
 
 
 @dataclass
@@ -169,6 +173,7 @@ class Placement:
         parallel: whether attention and MLP read the same input.
         one_norm: whether they then share a norm.
         factor: what each part is multiplied with before it is added; empty for 1.
+        scaled: whether each part is multiplied with learned factors, one for each channel.
         first_is_bare: whether the first layer's attention has no norm before it.
     """
 
@@ -178,6 +183,7 @@ class Placement:
     parallel: bool = False
     one_norm: bool = False
     factor: Expression = ""
+    scaled: bool = False
     first_is_bare: bool = False
 
 
@@ -191,7 +197,9 @@ class Ends:
         factor: what multiplies embeddings; empty for 1.
         learned: the name of the embedding of positions that is added; empty for none.
         first: which of its rows is that of the first position.
-        own: the module that embeds instead, which the port keeps as it is: name, module and class.
+        own: the module that embeds instead, which the port keeps as it is: name, module and class. Without a name, it
+            is the model itself without its layers and the norm after them.
+        embedding_norm: the name of the norm of embeddings; empty for none.
         final_norm: the name of the norm after the last layer; empty for none.
         head: the name of the head; empty for none.
         tied: whether the head's weight is the embedding's.
@@ -207,6 +215,7 @@ class Ends:
     learned: str = ""
     first: int = 0
     own: tuple[str, str, str] | None = None
+    embedding_norm: str = ""
     final_norm: str = ""
     head: str = ""
     tied: bool = False
@@ -223,6 +232,7 @@ class Form:
     Attributes:
         kind: the model's type, as configurations name it: ``qwen3``.
         classes: the classes of transformers that it is imported as: configuration and model.
+        home: the module of transformers that defines the model.
         norm, attention, positions, mlp, experts, placement, ends: its parts; positions are None without a rotation.
         layers: the name of the list of its layers.
         transposed: whether its linear layers hold their weights ``[in, out]``, as GPT-2's ``Conv1D``.
@@ -236,6 +246,7 @@ class Form:
 
     kind: str
     classes: tuple[str, str]
+    home: str
     norm: Norm
     attention: Attention
     mlp: Mlp

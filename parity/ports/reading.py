@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parity.ports import pages
 from parity.ports.form import Attention, Config, Ends, Experts, Form, Mlp, Norm, Placement, Positions
 from parity.ports.small import shrink
 from parity.shown import few_of, one_line
@@ -53,30 +54,32 @@ def _import_transformers() -> Any:
 
 
 def build(config: Config) -> nn.Module:
-    """Return the model of a configuration: a decoder with its head, an encoder without one.
+    """Return the model of a configuration: a decoder with its head, an encoder without one, the encoder of both.
 
     Raises:
         UserError: if transformers cannot build it.
     """
     transformers = _import_transformers()
     classes = type(config)
-    if getattr(config, "is_encoder_decoder", False):
+    is_half = config.model_type in pages.ENCODERS
+    if getattr(config, "is_encoder_decoder", False) and not is_half:
         raise UserError(
             f"a model of {classes.__name__} has an encoder and a decoder, of which no port can be written yet"
         )
     is_encoder = classes in transformers.AutoModelForMaskedLM._model_mapping
     kind = transformers.AutoModel
-    if classes in transformers.AutoModelForCausalLM._model_mapping and not is_encoder:
+    if classes in transformers.AutoModelForCausalLM._model_mapping and not is_encoder and not is_half:
         kind = transformers.AutoModelForCausalLM
     if classes not in kind._model_mapping:
         raise UserError(f"transformers has no model for {classes.__name__}")
     try:
-        model: nn.Module = kind.from_config(config, dtype=torch.float32)  # in which the reference is built
+        model: Any = kind.from_config(config, dtype=torch.float32)  # in which the reference is built
     except Exception as error:  # whatever the model's own code raises
         raise UserError(
             f"transformers cannot build a model of this {type(config).__name__}: {one_line(error)}"
         ) from None
-    return model
+    found: nn.Module = model.get_encoder() if is_half else model
+    return found
 
 
 # What a parameter of a layer is for, by the names that transformers' models have. The first pattern that fits counts.
@@ -105,6 +108,9 @@ _ROLES = {
     "query": r"(q_proj|query|q_lin|wq|q_linear)",
     "key": r"(k_proj|key|k_lin|wk|k_linear)",
     "value": r"(v_proj|value|v_lin|wv|v_linear)",
+    "attention_scale": r"(layer_scale1\.lambda1|lambda_1)",
+    "mlp_scale": r"(layer_scale2\.lambda1|lambda_2)",
+    "activation": r"act(_fn)?",
     "out": r"(o_proj|attn\.out_proj|attention\.out_proj|(attn|attention)\.(dense|c_proj|Wo|wo|proj|out)"
     r"|attention\.output\.dense|out_lin)",
     "gate_up": r"(gate_up_proj|Wi|up_gate_proj)",
@@ -113,9 +119,9 @@ _ROLES = {
     "down": r"(down_proj|w2|fc2|c_proj|dense_4h_to_h|output\.dense|lin2|fc_out|Wo)",
     "norm_after_attention": r"(attention\.output\.LayerNorm|sa_layer_norm|post_self_attn_layernorm)",
     "norm_before_attention": r"(input_layernorm|ln_1|attn_norm|layernorm_before|attention\.LayerNorm"
-    r"|self_attn_layer_norm|operator_norm|attention_norm|attention_layernorm|norm1|layer_norm1|pre_attention_layernorm|pre_self_attn_layernorm)",
+    r"|self_attn_layer_norm|operator_norm|attention_norm|attention_layernorm|ln_attn|norm1|layer_norm1|pre_attention_layernorm|pre_self_attn_layernorm)",
     "norm_before_mlp": r"(pre_feedforward_layernorm|pre_mlp_layernorm|ln_2|mlp_norm|layernorm_after|ffn_norm"
-    r"|final_layer_norm|feedforward_layernorm|norm2|layer_norm2)",
+    r"|final_layer_norm|feedforward_layernorm|ln_mlp|norm2|layer_norm2)",
     "norm_after_mlp": r"(post_feedforward_layernorm|post_mlp_layernorm|output\.LayerNorm|output_layer_norm)",
     "norm_between": r"(post_attention_layernorm|LayerNorm)",
 }
@@ -292,9 +298,10 @@ def _read_attention(structure: Structure) -> Attention:
         "config.num_attention_heads",
         expression_of(config, "num_key_value_heads") or "config.num_attention_heads",
         _width_of_heads(config),
-        causal=bool(getattr(module, "is_causal", getattr(config, "is_decoder", False))),
+        causal=bool(getattr(module, "is_causal", structure.model.get_output_embeddings() is not None)),
         softcap=expression_of(config, "attn_logit_softcapping"),
         sinks=structure.has("sinks"),
+        alibi="1.0" if _find_function(structure.model, "build_alibi_tensor") and getattr(config, "alibi", True) else "",
     )
     roles = ("query", "key", "value", "out")
     found.biases = frozenset(role for role in roles if structure.has(role, "bias"))
@@ -341,6 +348,8 @@ def _read_positions(structure: Structure) -> Positions | None:
     """Return how queries and keys are rotated, if the configuration says that they are."""
     config = structure.config
     parameters = find_attribute(config, "rope_parameters")
+    if getattr(config, "alibi", False):
+        return None
     if not isinstance(parameters, Mapping):
         width = expression_of(config, "rotary_dim")  # GPT-J's
         if getattr(config, "position_embedding_type", "") == "rotary":  # ESM-2's
@@ -396,21 +405,29 @@ def _find_rotating(structure: Structure, config: Config) -> list[bool]:
 
 def _pairs_neighbours(model: nn.Module) -> bool:
     """Return whether the model's own function rotates each channel with the next one."""
-    module = sys.modules[type(model).__module__]
-    rotate = next((held for name in ("rotate_half", "rotate_every_two") if (held := getattr(module, name, None))), None)
+    rotate = _find_function(model, "rotate_half") or _find_function(model, "rotate_every_two")
     return rotate is not None and rotate(torch.arange(4.0).view(1, 1, 1, 4)).flatten().tolist() == [-1, 0, -3, 2]
+
+
+def _find_function(model: nn.Module, name: str) -> Any:
+    """Return a function of the file that the model's class is in; None if there is none."""
+    return getattr(sys.modules[type(model).__module__], name, None)
 
 
 def _read_mlp(structure: Structure) -> Mlp:
     config = structure.config
-    activation = find_attribute(config, "hidden_act", "hidden_activation", "activation_function")
-    width = expression_of(config, "intermediate_size", "n_inner", "ffn_dim", "hidden_dim")
+    activation = find_attribute(config, "hidden_act", "hidden_activation", "activation_function", "activation")
+    names = "intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "encoder_ffn_dim", "ffn_hidden_size"
+    width = expression_of(config, *names)
+    if not width and getattr(config, "mlp_ratio", None):
+        width = "int(config.hidden_size * config.mlp_ratio)"
     all_sparse = len(structure.sparse) == len(structure.layers)
     return Mlp(
         "" if all_sparse else width or "4 * config.hidden_size",
         str(activation or "gelu"),
         gated=structure.has("gate") or structure.has("gate_up"),
         bias=any(structure.has(role, "bias") for role in ("up", "gate_up", "down")),
+        learned="activation" in structure.names,
     )
 
 
@@ -448,6 +465,7 @@ def _read_placement(structure: Structure) -> Placement:
         one_norm=shares_norm,
         parallel=shares_norm,
         factor="config.residual_multiplier" if factor not in (None, 1.0) else "",
+        scaled=structure.has("attention_scale"),
         first_is_bare=any(
             isinstance(module, nn.Identity) and _find_role(name) == "norm_before_attention"
             for name, module in structure.layers[0].named_modules()
@@ -469,12 +487,11 @@ def _read_ends(structure: Structure) -> Ends:
         found.head, found.tied = names[head], head.weight is tokens.weight
         found.head_bias = head.bias is not None
         found.learned = learned[0] if learned else ""
+        found.embedding_norm = next((name for name in before if "norm" in name and not _is_final_norm(name)), "")
         if learned:
             found.first = outer[learned[0]].num_embeddings - config.max_position_embeddings
     else:
-        own = before[0]
-        for name in before[1:]:
-            structure.unknown.append(name)
+        own = before[0] if len(before) == 1 else ""
         found.own = own, type(model.get_submodule(own)).__module__, type(model.get_submodule(own)).__name__
         known = (*before, found.final_norm, structure.stack)
         children = model.named_children()
@@ -514,6 +531,7 @@ def read(structure: Structure) -> Form:
     return Form(
         config.model_type,
         (type(config).__name__, type(structure.model).__name__),
+        type(structure.model).__module__,
         norm,
         _read_attention(structure),
         _read_mlp(structure),

@@ -37,6 +37,10 @@ _SIZES = {
     "hidden_dim": 192,
     "n_inner": 192,
     "rotary_dim": 16,
+    "encoder_ffn_dim": 192,
+    "ffn_hidden_size": 192,
+    "max_source_positions": 32,
+    "num_mel_bins": 16,
 }
 _BY_LAYER = (
     "layer_types",
@@ -58,9 +62,10 @@ def shrink(config: Config) -> dict[str, Any]:
         for known, size in _SIZES.items()
         if isinstance(held.get(names[known]), int) and held[names[known]]
     }
-    heads, groups = config.num_attention_heads, held.get("num_key_value_heads")
-    if groups:
-        found["num_key_value_heads"] = 4 if groups == heads else 1 if groups == 1 else 2
+    heads = config.num_attention_heads
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if groups := held.get(name):
+            found[name] = 4 if groups == heads else 1 if groups == 1 else 2
     if held.get("head_dim") and "qk_rope_head_dim" not in held:
         # A head as wide as hidden / heads would hide who confuses the two.
         found["head_dim"] = _HEAD_DIM if held["head_dim"] * heads == config.hidden_size else 2 * _HEAD_DIM
@@ -99,5 +104,5 @@ def _shorten_lists(held: Mapping[str, Any], layers: str) -> dict[str, Any]:
 def without_dropout(config: Config) -> dict[str, Any]:
     """Return the configuration's rates of dropout, each 0: no two draws of a mask can be compared."""
     held = config.to_dict()
-    is_rate = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter_noise")
+    is_rate = ("dropout", "pdrop", "drop_rate", "drop_path", "layerdrop", "jitter_noise")
     return {name: 0.0 for name, value in held.items() if any(part in name for part in is_rate) and value}

@@ -13,7 +13,7 @@ Entries = Iterator[tuple[str, str]]
 def map_weights(structure: Structure, form: Form) -> None:
     """Fill in the form's weight map."""
     attention = _list_latent if form.attention.latent else _list_attention
-    form.weights = [*attention(structure, form), *_list_norms_after(structure)]
+    form.weights = [*attention(structure, form), *_list_norms_after(structure), *_list_scales(structure)]
     dense, sparse = [*_list_mlp(structure, form)], [*_list_experts(structure, form)]
     if dense and sparse:
         form.dense, form.sparse = dense, sparse
@@ -35,6 +35,12 @@ def _list_norms_after(structure: Structure) -> Entries:
     for role, name in (("norm_after_attention", "attention_norm"), ("norm_after_mlp", "mlp_norm")):
         for kind, held in structure.names.get(role, {}).items():
             yield quote(held), quote(f"{name}.{kind}")
+
+
+def _list_scales(structure: Structure) -> Entries:
+    for role in ("attention_scale", "mlp_scale"):
+        if structure.has(role):
+            yield quote(structure.names[role]["weight"]), quote(role)
 
 
 def _list_missing(form: Form, held: Collection[str], name: str) -> Entries:
@@ -135,6 +141,8 @@ def _list_mlp(structure: Structure, form: Form) -> Entries:
         if structure.has("down", kind):
             name = quote(names["down"][kind])
             yield _write_call("transpose", name) if turned else name, second
+    for kind, name in names.get("activation", {}).items():
+        yield quote(name), quote(f"mlp.activation.{kind}")
 
 
 def _list_experts(structure: Structure, form: Form) -> Entries:
@@ -164,13 +172,17 @@ def _list_outer(structure: Structure, form: Form) -> Entries:
     """Yield the entries of what is outside the layers."""
     ends = form.ends
     modules = dict(structure.model.named_modules())
-    places = {ends.tokens: "embedding", ends.learned: "positions", ends.final_norm: "norm"}
-    if ends.own is not None:
+    places = {ends.tokens: "embedding", ends.learned: "positions", ends.embedding_norm: "embedding_norm"}
+    places[ends.final_norm] = "norm"
+    if ends.own is not None and ends.own[0]:
         places[ends.own[0]] = "embeddings"
+    elif ends.own is not None:
+        for name in structure.path_siblings():
+            places[name] = f"embeddings.{name}"
     if not ends.tied:
         places[ends.head] = "head"
     for name, place in places.items():
         for kind, _ in modules[name].named_parameters() if name else ():
             yield quote(f"{name}.{kind}"), quote(f"{place}.{kind}")
-    if ends.final_norm:
-        yield from _list_missing(form, dict(modules[ends.final_norm].named_parameters()), "norm.")
+    for name in filter(None, (ends.embedding_norm, ends.final_norm)):
+        yield from _list_missing(form, dict(modules[name].named_parameters()), f"{places[name]}.")

@@ -28,7 +28,14 @@ _IN_TORCH = {
     "relu": ("F.relu", ""),
     "tanh": ("torch.tanh", ""),
 }
+# What a model takes: its name and how it is drawn, by a setting that tells it.
+_INPUTS = {
+    "patch_size": ("pixels", "rng.normal(batch, config.num_channels, config.image_size, config.image_size)"),
+    "num_mel_bins": ("features", "rng.normal(batch, config.num_mel_bins, 2 * config.max_source_positions)"),
+}
+_IDS = "ids", "rng.integers(batch, seq, high=config.vocab_size)"
 _NOISE = ("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+_OF_BACKBONES = ("stage_names", "out_features", "out_indices", "_out_features", "_out_indices")
 
 
 def write(config: Config) -> tuple[str, Form]:
@@ -43,7 +50,8 @@ def write(config: Config) -> tuple[str, Form]:
     if importlib.util.find_spec(page) is not None:
         importlib.import_module(page).adapt(form, config)
     elif form.kind not in pages.PLAIN:
-        form.unknown.append(f"te-parity does not know {form.kind}; this port follows from its names and modules")
+        unknown = f"te-parity does not know {form.kind}; this port follows from its names and modules"
+        form.unknown.append(pages.NOT_PORTED.get(form.kind, unknown))
     map_weights(structure, form)
     _note_gaps(form, config)
     return _render_port(form, config), form
@@ -70,6 +78,11 @@ def _note_gaps(form: Form, config: Config) -> None:
     scaled = _list_scaled(form)
     if scaled:
         form.gaps.append(f"no scaling of rotary frequencies by {', '.join(scaled)}; transformers computes them")
+    if form.kind in pages.ENCODERS:
+        form.gaps.append(
+            "this is the encoder alone, since no decoder with attention to it can be written yet; a checkpoint of the "
+            "whole model is converted and proved with --prefix model.encoder. --ignore 'model.decoder.*'"
+        )
     rates = without_dropout(config)
     if rates:
         form.gaps.append(f"dropout is left out ({', '.join(rates)}), since masks cannot be compared; TE has it")
@@ -86,10 +99,12 @@ def _render_port(form: Form, config: Config) -> str:
     if not activation:
         activation = f"ACT2FN[{form.mlp.activation!r}]"
     parameters = config.to_dict()
-    inputs = "pixels" if "patch_size" in parameters else "ids"
-    held = {key: value for key, value in config.to_diff_dict().items() if key not in _NOISE}
+    inputs = next((_INPUTS[name] for name in _INPUTS if name in parameters), _IDS)
+    held = {key: value for key, value in config.to_diff_dict().items() if key not in (*_NOISE, *_OF_BACKBONES)}
     held |= without_dropout(config)
-    shape = "batch, config.num_channels, config.image_size, config.image_size"
+    from_home = (
+        form.classes[1:] if form.kind in pages.ENCODERS else ("build_alibi_tensor",) * bool(form.attention.alibi)
+    )
     return (
         _read_templates()
         .get_template("port.py.jinja")
@@ -100,9 +115,10 @@ def _render_port(form: Form, config: Config) -> str:
             scaled=scaled,
             activation=activation,
             arguments=arguments,
-            inputs=inputs,
+            from_home=from_home,
+            inputs=inputs[0],
             pooling=", add_pooling_layer=False" if _takes_pooling(form) else "",
-            drawn=f"rng.normal({shape})" if inputs == "pixels" else "rng.integers(batch, seq, high=config.vocab_size)",
+            drawn=inputs[1],
             theta=_show_base(config),
         )
     )
@@ -117,7 +133,7 @@ def _show_base(config: Config) -> str:
 
 def _takes_pooling(form: Form) -> bool:
     """Return whether the model can be built without its pooler, whose result is no part of the last hidden state."""
-    kind = getattr(importlib.import_module("transformers"), form.classes[1])
+    kind = getattr(importlib.import_module(form.home), form.classes[1])
     return "add_pooling_layer" in kind.__init__.__code__.co_varnames
 
 

@@ -513,11 +513,11 @@ def marked(
         UserError: if the whole candidate has no such parameter.
     """
     parameters = dict(module.named_parameters())
-    whole_names = _whole_names(list(parameters), list(shapes), made.ep, place["ep"])
+    known = whole_names(list(parameters), list(shapes), made.ep, place["ep"])
     marks = tensor_parallel_marks(module)
     found: dict[str, Held] = {}
     for name, parameter in parameters.items():
-        whole = renamed.get(name) or whole_names.get(name, "")
+        whole = renamed.get(name) or known.get(name, "")
         if whole not in shapes:
             raise UserError(f"a rank's candidate has a parameter {name} that the candidate in one process lacks")
         # A part that FSDP holds has the shape of the whole, too.
@@ -577,7 +577,7 @@ def _find_gated_units(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield from ((path, name) for name in ("fc1_weight", "fc1_bias"))
 
 
-def _whole_names(names: Sequence[str], whole: Sequence[str], ranks: int, rank: int) -> dict[str, str]:
+def whole_names(names: Sequence[str], whole: Sequence[str], ranks: int, rank: int) -> dict[str, str]:
     """Return the whole parameters' names by a rank's own.
 
     Wrappers' prefixes are removed, and experts are numbered over all ranks.

@@ -82,6 +82,7 @@ class RecordedPass:
         unscaled: submodules whose delayed scaling had seen no gradient yet.
         tp: over how many ranks TE's modules divide their parameters.
         sequence_parallel: whether these ranks divide sequences as well.
+        cp: over how many ranks TE's attention divides sequences.
         splits: along which dimension, in how many blocks, by the parameters' names.
         size: bytes of the file with the tensors.
         format: the version of this format.
@@ -109,6 +110,7 @@ class RecordedPass:
     unscaled: tuple[str, ...] = ()
     tp: int = 1
     sequence_parallel: bool = False
+    cp: int = 1
     splits: dict[str, tuple[int, int]] = field(default_factory=dict)
     size: int = 0
     format: int = FORMAT

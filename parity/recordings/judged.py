@@ -23,7 +23,7 @@ from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_outputs
 from parity.passes.prepare import prepare
 from parity.recordings.folder import DELAYED, StoredPass, Unrecorded, key_of, unpacked
-from parity.recordings.joined import join_ranks
+from parity.recordings.joined import find_degrees, join_ranks
 from parity.result import Result
 from parity.shown import few_of
 from parity.stages.locate import Stages, judge_stages
@@ -63,7 +63,7 @@ def judge_pass(
     """Judge a recorded pass.
 
     Args:
-        group: the pass, on each of the tensor parallel ranks that computed it.
+        group: the pass, on each of the ranks that computed it together.
         case: a pair whose reference is what the recorded model should compute, and whose map knows its parameters.
         checked: the size at which the pair has the recorded model's shapes.
         kernels: TE's kernels, on whose device the reference computes.
@@ -74,7 +74,8 @@ def judge_pass(
         UserError: if the pair does not fit the recording.
     """
     at = precision_named(precision or precision_of(group[0]))
-    stored = join_ranks(group, lambda: case.build(kernels.te, checked.size), kernels, at)
+    made = find_degrees(group[0].index, case, kernels, checked.size)
+    stored = join_ranks(group, made, lambda: case.build(kernels.te, checked.size), kernels, at)
     if DELAYED in stored.index.recipes.values() and stored.index.unscaled:
         raise UserError(
             f"{stored.index}: delayed scaling had no scale yet for gradients of {few_of(stored.index.unscaled)}; "

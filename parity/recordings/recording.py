@@ -30,14 +30,15 @@ from parity.ranks.layout import tensor_parallel_marks
 from parity.recordings import folder as stored
 from parity.recordings.environment import describe_environment
 from parity.recordings.folder import DELAYED, RecordedPass, RecordedValue, key_of
-from parity.recordings.joined import count_tensor_parallel_ranks
-from parity.stages.watch import Watch, Watched
+from parity.recordings.joined import count_ranks
+from parity.stages.watch import Watch, Watched, unwrapped_parameters
 from parity.te.state import dequantized_tensor, state_manager
 from parity.trace.whose import is_of_te
 from parity.user_error import UserError
 
 _MOST = 16 << 30  # bytes of one pass, weights included
 _WRAPPED = "module."  # how DistributedDataParallel names what it wraps
+_FSDP1 = "_fsdp_wrapped_module."  # and FSDP1, which keeps parameters in one vector
 
 
 @contextmanager
@@ -236,8 +237,10 @@ class Recorder:
         if self._current is None:
             return
         self._current.watch.leave_module(module, args, returned)
-        if hasattr(module, "unshard"):  # it is FSDP's
+        if hasattr(module, "unshard"):  # it is FSDP2's
             self._keep_parameters(self._current)
+        for name, x in unwrapped_parameters(module):
+            self._keep_parameter(self._current, f"{self._current.paths[id(module)]}.{name}", x)
         if module is self._current.root:
             one, self._current = self._current, None
             self._watching.close()
@@ -260,9 +263,9 @@ class Recorder:
         device = next(root.parameters()).device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         keeps = cache(partial(_is_inside, self._patterns, prefix))
-        watch = Watch({path: (path.removeprefix(prefix),) for path, _ in root.named_parameters()}, keeps)
+        watch = Watch({path: (_shorten(path, prefix),) for path, _ in root.named_parameters()}, keeps)
         one = _Running(self._count, root, prefix, watch, autocast.removeprefix("torch."), root.training)
-        one.paths = {id(part): path.removeprefix(prefix) for path, part in root.named_modules()}
+        one.paths = {id(part): _shorten(path, prefix) for path, part in root.named_modules()}
         self._keep_parameters(one)
         self._current = one
         # Hooks that came and went with each pass would change PyTorch's list of hooks while it goes through it.
@@ -299,13 +302,17 @@ class Recorder:
     def _keep_parameters(self, one: _Running) -> None:
         """Keep those that are whole now: FSDP gathers a parameter only while a module of its group runs."""
         for path, x in one.root.named_parameters():
-            name = path.removeprefix(one.prefix)
-            if name in one.weights or hasattr(x, "full_tensor"):
-                continue
-            # A parameter may be quantized, and the optimizer will change it.
-            one.weights[name] = dequantized_tensor(x.detach()).to("cpu", copy=True)
-            if x.requires_grad and x.is_leaf:
-                one.hooks.callback(x.register_hook(partial(self._keep_weight_gradient, one, name, x)).remove)
+            is_part = hasattr(x, "full_tensor") or hasattr(x, "_fsdp_flattened")
+            if not is_part and x.is_leaf:
+                self._keep_parameter(one, _shorten(path, one.prefix), x)
+
+    def _keep_parameter(self, one: _Running, name: str, x: Tensor) -> None:
+        if name in one.weights:
+            return
+        # A parameter may be quantized, and the optimizer will change it.
+        one.weights[name] = dequantized_tensor(x.detach()).to("cpu", copy=True)
+        if x.requires_grad:
+            one.hooks.callback(x.register_hook(partial(self._keep_weight_gradient, one, name, x)).remove)
 
     def _watch_backward(self, one: _Running | None, outputs: Mapping[str, Tensor]) -> None:
         """Let gradients of parameters belong to the pass whose outputs got theirs last: several may be on their way."""
@@ -313,7 +320,7 @@ class Recorder:
         def begin(gradient: Tensor) -> None:
             if one is not None and one is not self._in_backward:
                 held = {path: getattr(x, "main_grad", None) for path, x in one.root.named_parameters()}
-                one.before = {path.removeprefix(one.prefix): x.clone() for path, x in held.items() if x is not None}
+                one.before = {_shorten(path, one.prefix): x.clone() for path, x in held.items() if x is not None}
             self._in_backward = one
 
         for x in outputs.values():
@@ -347,9 +354,9 @@ class Recorder:
             **{key: x.to("cpu") for key, x in one.gradients.items()},
         }
         values = self._add_values(one, tensors)
-        tp, sequence_parallel = count_tensor_parallel_ranks(one.root)
+        tp, sequence_parallel, cp = count_ranks(one.root)
         marks = tensor_parallel_marks(one.root) if tp > 1 else {}
-        trained = {name.removeprefix(one.prefix) for name, x in one.root.named_parameters() if x.requires_grad}
+        trained = {_shorten(name, one.prefix) for name, x in one.root.named_parameters() if x.requires_grad}
         reached = {name for name in trained if key_of("gradient of weight", name) in tensors}
         if trained and not reached and any(key.startswith("gradient of output") for key in tensors):
             one.notes.append("no gradient of a parameter was recorded")
@@ -376,7 +383,8 @@ class Recorder:
             unscaled=tuple(one.unscaled),
             tp=tp,
             sequence_parallel=sequence_parallel,
-            splits={name.removeprefix(one.prefix): (over.dim, over.blocks) for name, over in marks.items()},
+            cp=cp,
+            splits={_shorten(name, one.prefix): (over.dim, over.blocks) for name, over in marks.items()},
         )
         self.written.append(index.stem)
         self._writer.put(index, tensors)
@@ -424,7 +432,7 @@ def _find_inner_outputs(outputs: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 def _is_inside(patterns: Sequence[str], prefix: str, path: str) -> bool:
     """Return whether a submodule, or one that it is in, has a path of these patterns."""
-    parts = path.removeprefix(prefix).split(".")
+    parts = _shorten(path, prefix).split(".")
     inside = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatchcase(one, pattern) for one in inside for pattern in patterns)
 
@@ -434,14 +442,19 @@ def _prefix_of(root: nn.Module) -> str:
     return _WRAPPED if names and all(name.startswith(_WRAPPED) for name in names) else ""
 
 
+def _shorten(path: str, prefix: str) -> str:
+    """Return the path of a submodule or parameter in the model itself, without what wrappers add to it."""
+    return f"{path}.".removeprefix(prefix).replace(_FSDP1, "").removesuffix(".")
+
+
 def _describe_value(one: Watched, prefix: str) -> RecordedValue:
     return RecordedValue(
         one.name,
-        f"{one.module}.".removeprefix(prefix).removesuffix("."),
+        _shorten(one.module, prefix),
         tuple(sorted(one.lineage)),
         one.from_input,
         tuple(parent.order for parent in one.parents),
-        tuple(name.removeprefix(prefix) for name in one.weights),
+        tuple(_shorten(name, prefix) for name in one.weights),
         one.is_result,
         one.gradient is not None,
     )

@@ -249,6 +249,8 @@ def reproduce(result: Result, limits: str = "") -> str:
     words += [f"--parity-backend={result.backend}", "--parity-name=reproduce"]
     if trained := re.search(r"(?:^|-)steps(\d+)", result.size_label):
         words.append(f"--parity-steps={trained[1]}")
+    if result.size_label.endswith("-decoding"):
+        words.append("--parity-decoding=yes")
     if result.forced_attention:
         words.append(f"--parity-attention={result.forced_attention}")
     if limits:

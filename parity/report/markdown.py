@@ -172,10 +172,13 @@ class Digest:
 
     @property
     def skips(self) -> Counter[str]:
-        """Return the reasons of a run that has compared nothing, with the number of items; else nothing."""
-        skipped = self.counts["skipped"]
-        is_all = skipped and skipped == self.counts.total()
-        return Counter(item.results[0].reason for item in self.items if is_all)
+        """Return why items were skipped, with the number of items."""
+        return Counter(item.results[0].reason for item in self.items if item.status == "skipped")
+
+    @property
+    def compared_nothing(self) -> bool:
+        """Return whether there are items, all of which were skipped."""
+        return 0 < self.counts["skipped"] == self.counts.total()
 
     @property
     def missing(self) -> int:

@@ -178,7 +178,7 @@ def place_findings(located: Located) -> Iterator[Finding]:
     else:
         what = "the gradient there" if first.stage.backward else "its result"
         measured = f"computed again from the candidate's own values before it, {what}"
-        advice = "look at what the candidate computes there" + _advise_to_compare(first.stage)
+        advice = "look at what the candidate computes there" + _advise_to_compare(located.stages, first.stage)
     message = f"the candidate departs from the reference {place}: {measured} {_describe_size(first)}"
     told = f"{message}{_describe_part(located, first)}. {counted}{more}{_describe_nearest(located)}"
     yield repairable("first-divergence", told, advice)
@@ -200,9 +200,12 @@ def _count_layers(stages: Stages, stage: Stage) -> int:
     return sum(any(value.number in parameters for value in call.inputs) for call in linear if not stage.backward)
 
 
-def _advise_to_compare(stage: Stage) -> str:
-    where = _describe_module(stage)
-    return f", or compare {where} alone, with the values that it begins with" if where != _WHOLE else ""
+def _advise_to_compare(stages: Stages, stage: Stage) -> str:
+    """Return the advice to compare the stage's module alone; nothing if that would be about the whole again."""
+    where, calls = _describe_module(stage), stages.graph.trace.calls
+    inside = sum(f"{call.site[0]}.".startswith(f"{where}.") for call in calls)
+    is_part = where != _WHOLE and inside <= _MOST_OF_IT * len(calls)
+    return f", or compare {where} alone, with the values that it begins with" if is_part else ""
 
 
 def describe_stage(stage: Stage) -> str:

@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 from parity.case.transfer import counterparts
 from parity.mistakes.codes import CODES, repairable
 from parity.mistakes.replay import tensors_with
-from parity.numerics.errors import TINY, difference, margin, measure, norm_of, relative_l2
+from parity.numerics.errors import TINY, difference, norm_of, relative_l2
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_inputs
+from parity.passes.padding import hidden_tokens, rows_in
 from parity.result import Finding, Kind, TensorResult
-from parity.search.failure import Failure, tolerance_of
+from parity.search.failure import Failure
 from parity.shown import written
 from parity.te.state import own_recipes
 from parity.trace.digests import switched_off
@@ -154,16 +155,16 @@ def _telling(failure: Failure) -> tuple[Kind, ...]:
 
 
 def agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
-    """Return whether the tensors of these kinds are within their tolerances when the candidate runs again.
+    """Return whether tensors of these kinds fail as they are, and pass when the candidate runs again.
 
-    If they were far off, nearly within is enough, since a right port may exceed a limit at first look.
+    If they were far off, nearly within the limits is enough, since a right port may exceed one at first look.
     """
-    enough = min(_NEARLY, max(1.0, _OF_BEFORE * max(result.margin for result in failure.results)))
-    return all(
-        margin(measure(again[key], truth, failure.precision.dtype), tolerance_of(failure, key)) <= enough
-        for key, truth in failure.golden.items()
-        if key[0] in kinds
+    golden, models = failure.golden, failure.models
+    before, after = (
+        max((one.margin for one in failure.judge(golden, models, tensors) if one.kind in kinds), default=0.0)
+        for tensors in (failure.candidate, again)
     )
+    return before > 1.0 and after <= min(_NEARLY, max(1.0, _OF_BEFORE * before))
 
 
 def _say_nothing_of_microbatches(module: nn.Module, said: list[str]) -> None:
@@ -244,7 +245,6 @@ def _bases_of_rope(one: Tensor, other: Tensor) -> tuple[float, float] | None:
 # from them differs. Nobody reads these rows except a comparison, and their output gradients spoil all other gradients.
 
 
-_HIDES = -1e3  # a key is hidden if its score's bias is below this
 _NEARLY_RIGHT = 2.0  # if the rows that are kept are within this many tolerances, another run is worth it
 _MOST = 0.5  # share of the square of an output's error
 _FAR_MORE = 4.0  # times the squared error of rows that are not hidden
@@ -299,8 +299,8 @@ def kept_rows(failure: Failure) -> Iterator[tuple[str, dict[str, Tensor]]]:
     outputs = {one.name: failure.golden["output", one.name] for one in failure.outputs}
     failed = [one.name for one in failure.outputs if not one.passed]
     for name, x in named_inputs(failure.prepared.inputs, failure.prepared.input_names).items():
-        for hidden in _hidden(x, outputs):
-            kept = {output: rows for output, y in outputs.items() if (rows := _rows(~hidden, y)) is not None}
+        for hidden in hidden_tokens(x, outputs.values()):
+            kept = {output: rows for output, y in outputs.items() if (rows := rows_in(~hidden, y)) is not None}
             if any(output in kept for output in failed) and _is_left_out(failure, hidden):
                 yield name, kept
 
@@ -327,33 +327,6 @@ def _is_left_out(failure: Failure, hidden: Tensor) -> bool:
 
     failure.rerun(watch)
     return any(found)
-
-
-def _hidden(x: Tensor, outputs: dict[str, Tensor]) -> Iterator[Tensor]:
-    """Yield the tokens that a mask, a bias of scores, or lengths may hide, ``[batch, seq]`` or ``[tokens]``."""
-    by_token = x.flatten(1, -2).transpose(1, 2).flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
-    found: list[Tensor] = []
-    if x.dtype is torch.bool or (not x.is_floating_point() and bool(((x == 0) | (x == 1)).all())):
-        found = [by_token.bool().all(-1), (by_token == 0).all(-1)]
-    elif x.is_floating_point() and bool(((x == 0) | (x == 1)).all()):
-        found = [(by_token == 0).all(-1)]
-    elif x.is_floating_point() and bool(((x == 0) | (x < _HIDES)).all()):
-        found = [(by_token < _HIDES).all(-1)]
-    elif x.dim() == 1 and not x.is_floating_point():
-        longest = {y.shape[1] for y in outputs.values() if y.dim() > 1 and len(y) == len(x)}
-        found = [torch.arange(seq, device=x.device) >= x[:, None] for seq in longest if int(x.max()) <= seq]
-    # Every sequence has some tokens that are not hidden, which tells whether True or False hides.
-    yield from (hidden for hidden in found if hidden.any() and not hidden.all(-1).any())
-
-
-def _rows(kept: Tensor, output: Tensor) -> Tensor | None:
-    """Return ``kept`` in the layout of the output's rows, also if the sequence comes first; None if it does not fit."""
-    if kept.dim() == 2 and len(kept) == 1 and output.dim() > 2:
-        kept = kept.expand(output.shape[0] if output.shape[1] == kept.shape[1] else output.shape[1], -1)
-    for rows in (kept, kept.mT) if kept.dim() == 2 else (kept,):
-        if output.dim() > rows.dim() and output.shape[: rows.dim()] == rows.shape:
-            return rows.reshape(*rows.shape, *[1] * (output.dim() - rows.dim()))
-    return None
 
 
 def _is_nearly_right(failure: Failure, output: str, rows: Tensor) -> bool:

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import islice, takewhile
 
@@ -99,6 +99,7 @@ AS_WELL = 1.02
 _FAR_BETTER = 1.1  # a fitted constant comes before a known one only if the known one leaves this many times as much
 _DIGITS = 3  # partial explanations have the same effect if the shares that they leave agree in this many digits
 _LARGEST = {"norm-eps": 0.1}  # the largest number that people write for a mistake with this title
+_BOUNDED = ("norm-eps",)  # titles of mistakes whose number may be too small to matter
 _WHOLE = ("window",)  # titles of mistakes whose number a search rounds to a whole one
 _MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
 _BY_A_CONSTANT = 0.01  # the same if its constant was fitted, since the best eps or factor explains some of any error
@@ -217,7 +218,18 @@ def explanations(
         untried = set(known) - one_by_one.tried
         screened.helping |= {(one.title, one.name) for one in help_a_bit | untried}
         screened.untried += len(untried)
-    return found
+    return [_as_bound(search, one) for one in found]
+
+
+def _as_bound(search: _Search, found: Explanation) -> Explanation:
+    """Return the explanation, which says so if a number in it is only a bound, because 0 explains as much."""
+    told = list(found.hypotheses)
+    for i, one in enumerate(told):
+        if one.title in _BOUNDED and one.tuned is not None and one.value:
+            without = search.verified((*told[:i], one.tuned(0.0), *told[i + 1 :]))
+            if without is not None and without.complete >= found.complete and without.misfit <= AS_WELL * found.misfit:
+                told[i] = replace(one, repair=f"{one.repair}, or any smaller one: here, 0 has the same effect")
+    return replace(found, hypotheses=tuple(told))
 
 
 def _promising_first(first_order: Callable[[], FirstOrder] | None, some: Sequence[Hypothesis]) -> Sequence[Hypothesis]:

@@ -411,9 +411,12 @@ class _Passes:
 
         def exchange(match: Match, x: Tensor) -> Tensor:
             ends[match.value.number] = x
-            begin = laid_out_as(match.begin.to(x), x.detach())
+            held = self.graph.read.get(match.value.number)
+            begin = match.begin.to(x) if held is None else torch.where(held, match.begin.to(x), x.detach())
+            begin = laid_out_as(begin, x.detach())
             if match.value.number not in cuts:
-                return _Exchanged.apply(x, begin) if differentiated else begin
+                # By its gradient the rounding model also tells an activation from a table, in evaluation as well.
+                return _Exchanged.apply(x, begin)
             leaves[match.value.number] = begin.requires_grad_()
             return begin.clone() if writes else begin  # no call may write to a leaf
 

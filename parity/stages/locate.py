@@ -17,7 +17,7 @@ from parity.passes.all_passes import Tensors, run_candidate
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.prepare import Prepared
 from parity.stages.graph import Graph, find_rows_read, traced_graph
-from parity.stages.judge import Judged, judge_forward_and_backward
+from parity.stages.judge import Judged, judge_forward_and_backward, ratio_by_chance
 from parity.stages.match import Match, Matcher
 from parity.stages.watch import Watch, Watched
 from parity.stages.weight_rows import WeightRows, weight_rows
@@ -31,6 +31,11 @@ happens by chance."""
 
 GAIN = 10.0
 """So is one whose error's share along the value is larger than this many standard deviations of rounding."""
+
+
+def allowed_ratio(count: int) -> float:
+    """Return how many times as large a change of so many numbers may be as the one that explains it."""
+    return max(RATIO, ratio_by_chance(count))
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ Evidence = Literal["weights", "agrees", "next", "output"]
 _ROUNDINGS = 3.0  # values agree if they differ by less than this many unit roundoffs of the stored dtype, relatively
 _AS_NEAR = 1.02  # values whose distances differ by a smaller factor are as near
 _UNRELATED = 1.2  # two unrelated values of the same norm differ by 1.4 times it
+_RELATED = 0.28  # their cosine at this distance; for other norms the distance tells less
 _MOST_ASSUMED = 3  # arguments of one call, such as q, k and v
 _MOST_CHOICES = 6  # values that an argument may be
 _MOST_COMBINATIONS = 48
@@ -188,9 +189,9 @@ class Matcher:
         if not sources or any(source not in self._of for source in sources):
             return False
         if one.name in MOVES:
-            if len(sources) == 1 and sources[0].tensor.shape == one.tensor.shape:
-                self._narrow_begin(one, sources[0])
-            elif one.tensor.dim() > 1:  # such as rows that fill up packed sequences
+            self._narrow_begins(one, sources)
+            is_rearranged = len(sources) > 1 or sources[0].tensor.shape != one.tensor.shape
+            if is_rearranged and one.tensor.dim() > 1:  # such as rows that fill up packed sequences
                 self._learn_rows(one, [match.value for source in sources for match in self._of[source]])
             self._of[one] = [match for source in sources for match in self._of[source]]
             return True
@@ -199,17 +200,19 @@ class Matcher:
             self._of[one] = self._of[same[0]]
         return bool(same)
 
-    def _narrow_begin(self, one: Watched, source: Watched) -> None:
-        """Let later stages begin from a value as it was cast to 16 bits, if the port casts a matched one."""
-        if one.tensor.element_size() >= source.tensor.element_size():
-            return
-        for match in self._of[source]:
-            if match.watched is source and self.found.get(match.value.number) is match:
-                begin = match.arrange(one.tensor.double())
-                changed = replace(match, begin=begin)
-                self._of[source] = [changed if other is match else other for other in self._of[source]]
-                self.found[match.value.number] = changed
-                self._values.give(match.value, begin)
+    def _narrow_begins(self, one: Watched, sources: Sequence[Watched]) -> None:
+        """Let later stages begin from values as they were cast to 16 bits, if the port casts matched ones whole."""
+        for source in sources:
+            if one.tensor.element_size() >= source.tensor.element_size():
+                continue
+            for match in self._of[source]:
+                is_whole = one.tensor.numel() >= match.watched.tensor.numel()
+                if is_whole and self.found.get(match.value.number) is match:
+                    begin = match.begin.to(one.tensor.dtype).double()
+                    changed = replace(match, begin=begin)
+                    self._of[source] = [changed if other is match else other for other in self._of[source]]
+                    self.found[match.value.number] = changed
+                    self._values.give(match.value, begin)
 
     # What linear layers return.
 
@@ -387,11 +390,14 @@ class Matcher:
 
     def _measure_distance(self, x: Tensor, y: Tensor, value: Value, held: Tensor | None = None) -> float:
         """Return how far a tensor is from a value, both in the reference's layout, in what is held and read."""
+        return _relative_distance(*self._mask_unread(x, y, value, held))
+
+    def _mask_unread(self, x: Tensor, y: Tensor, value: Value, held: Tensor | None) -> tuple[Tensor, Tensor]:
         x = x.double()
         for mask in (self._graph.read.get(value.number), held):
             if mask is not None:
                 x, y = x * mask, y * mask
-        return _relative_distance(x, y)
+        return x, y
 
     def _is_moved(self, value: Value) -> bool:
         """Return whether a value is matched, or only moved from matched ones."""
@@ -449,32 +455,43 @@ class Matcher:
         asked = [parent for parent in one.parents if parent in self.unmatched]
         if not asked or len(asked) > _MOST_ASSUMED:
             return False
-        choices = [self._list_choices(each) for each in asked]
-        best: tuple[float, tuple[_Hit, ...]] | None = None
-        for combination in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
-            assumed = [hit.value for hit in combination]
-            if len({value.number for value in assumed}) < len(assumed):
-                continue
-            values = self._values.assuming({hit.value: hit.tensor.double() for hit in combination})
-            if ends:
-                found = max(self._by_weights(one, values), key=lambda hit: hit.distance, default=None)
-                found = found if found is not None and found.distance <= self._most else None
-            else:
-                found = self._find_agreeing(one, values, assumed)
-            if (
-                found is None
-                or not self._is_computed_from(found.value, assumed)
-                or self._breaks_agreement(assumed, values)
-            ):
-                continue
-            if best is None or found.distance < best[0]:
-                best = found.distance, combination
-        if best is None:
-            return False
-        for each, hit in zip(asked, best[1], strict=True):
-            self._take_match(each, hit, "next")
-            self.unmatched.remove(each)
-        return True
+        choices = {each: self._list_choices(each) for each in asked}
+        # With few assumptions first: what follows must hang on each of them, or it tells nothing about it.
+        for count in range(1, len(asked) + 1):
+            combinations = (
+                tuple(zip(some, hits, strict=True))
+                for some in itertools.combinations(asked, count)
+                for hits in itertools.product(*(choices[each] for each in some))
+            )
+            best = min(
+                (
+                    (distance, number, combination)
+                    for number, combination in enumerate(itertools.islice(combinations, _MOST_COMBINATIONS))
+                    if (distance := self._try_assumption(one, [hit for _, hit in combination], ends)) is not None
+                ),
+                default=None,
+            )
+            if best is not None:
+                for each, hit in best[2]:
+                    self._take_match(each, hit, "next")
+                    self.unmatched.remove(each)
+                return True
+        return False
+
+    def _try_assumption(self, one: Watched, hits: Sequence[_Hit], ends: Sequence[_Hit]) -> float | None:
+        """Return how far a result is from what follows from assumed arguments; None if it is another value."""
+        assumed = [hit.value for hit in hits]
+        if len({value.number for value in assumed}) < len(assumed):
+            return None
+        values = self._values.assuming({hit.value: hit.tensor.double() for hit in hits})
+        if ends:
+            found = max(self._by_weights(one, values), key=lambda hit: hit.distance, default=None)
+            found = found if found is not None and found.distance <= self._most else None
+        else:
+            found = self._find_agreeing(one, values, assumed)
+        if found is None or not self._is_computed_from(found.value, assumed) or self._breaks_agreement(assumed, values):
+            return None
+        return found.distance
 
     def _list_choices(self, one: Watched) -> list[_Hit]:
         """Return what a value may be if it is wrong: the likely values, each in the layout that is nearest to it.
@@ -494,9 +511,16 @@ class Matcher:
                 if y is not None:
                     near += [self._measure_hit(one.tensor, y, value, layout, rows) for layout in layouts(shape, wanted)]
             nearest = self._choose_nearest(near)
-            if nearest is not None and nearest.distance <= _UNRELATED:
+            if nearest is not None and nearest.distance <= _UNRELATED and self._is_related(nearest):
                 found.append(nearest)
         return sorted(found, key=lambda hit: hit.distance)[:_MOST_CHOICES]
+
+    def _is_related(self, hit: _Hit) -> bool:
+        y = self._compute_value(hit.value, self._values)
+        if y is None:
+            return False
+        x, y = self._mask_unread(hit.tensor, y, hit.value, hit.held)
+        return (x * y).sum().item() > _RELATED * (torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y)).item()
 
     def _matches_above(self, one: Watched) -> Iterator[Match]:
         """Yield what the values of the same lineage that a value was computed from were matched with."""

@@ -151,6 +151,9 @@ class Watch(TorchFunctionMode):
         """Note that a module is called."""
         if id(module) in self._paths:
             path = self._paths[id(module)]
+            for name, x in unwrapped_parameters(module):
+                self._names[id(x)] = f"{path}.{name}"
+                self._alive.append(x)
             if self._keeps(path) and not self._keeps(self._running_path):
                 with torch._C.DisableTorchFunction():
                     self._note_begin(path, tensors_in(args))
@@ -163,7 +166,9 @@ class Watch(TorchFunctionMode):
         if self._is_opaque(module):
             self._inside -= 1
         if id(module) in self._paths and not self._inside:
-            own = list(module.parameters(recurse=False))
+            # A bias that is handed out, to be added later, is no part of the other results.
+            apart = {id(x) for x in tensors_in(result)}
+            own = [x for x in module.parameters(recurse=False) if id(x) not in apart]
             self._note_call(f"module {self._paths[id(module)]}", (args, own), result, True)
         if id(module) in self._paths and self._running:
             self._running.pop()
@@ -243,6 +248,11 @@ class Watch(TorchFunctionMode):
             self._alive.append(x)
             self._lineages[id(x)] = frozenset(), x.is_floating_point()
         return self._lineages[id(x)]
+
+
+def unwrapped_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return what FSDP1 puts in the places of a module's parameters while it runs: parts of one vector."""
+    return [(name, x) for name, x in module._parameters.items() if x is not None and type(x) is Tensor]
 
 
 def _is_compared(x: Tensor) -> bool:

@@ -55,7 +55,7 @@ _UTILS = f"{_PACKAGE}.utils"
 
 
 class NotOffered(Exception):
-    """Raised if TE does not run the forced backend here; the message says why."""
+    """Raised if TE does not do here what was asked for; the message says why."""
 
 
 def checked_choice(text: str) -> str:
@@ -69,9 +69,14 @@ def checked_choice(text: str) -> str:
     return text
 
 
+def attention_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the parts of the module in which TE picks an attention backend."""
+    return [part for part in module.modules() if _is_of_te(part, "DotProductAttention")]
+
+
 def has_attention(module: nn.Module) -> bool:
     """Return whether TE picks an attention backend somewhere in the module."""
-    return any(_is_of_te(part, "DotProductAttention") for part in module.modules())
+    return bool(attention_modules(module))
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from parity.user_error import UserError
 
 # From the finest format to the coarsest: whoever has a coarse operand has its error.
 _FAMILIES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+REFUSED_SHAPES = ("FP8 execution requires", "requirement on", "needs tensors whose last dimension")
+"""What TE's kernels, and the CPU's, say of shapes that they do not quantize or multiply."""
 
 
 def derive_rounding(recipe: Any, dtype: torch.dtype) -> Rounding:

@@ -31,6 +31,7 @@ from parity.judge.limits import Table
 from parity.judge.request import CandidateRun, Request
 from parity.mistakes.codes import repairable
 from parity.numerics.golden import in_fp64
+from parity.passes.all_passes import Tensors
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import named_inputs, outputs_of, run, with_inputs
 from parity.passes.prepare import Prepared, cast, prepare
@@ -108,10 +109,9 @@ def _compare_over_ranks(
     precision, seed, kernels = request.precision, request.seed, request.kernels
     prepared = prepare(request.case, checked, precision.dtype, seed, kernels)
     try:
-        ran = on_all_ranks(pass_on_rank, given_of(case, request, checked, prepared, made), made, timeout)
+        ran, wholes = _run_over_ranks(case, request, checked, prepared, made, timeout)
     except RanksFailed as error:
         return ended(request, error, made)
-    wholes = put_together(ran, made, prepared)
     tensors = in_reference_layout(wholes, prepared)
     unreached = unreached_by(ran)
     attention = ", ".join(dict.fromkeys(one.attention for one in ran if one.attention))
@@ -129,6 +129,24 @@ def _compare_over_ranks(
         lambda: _explain_failure(result, judged, wholes, apart, ran, made, prepared, request, at, diagnosis),
         partial(without_cause, result),
     )
+
+
+def _run_over_ranks(
+    case: Case, request: Request, checked: CheckedSize, prepared: Prepared, made: Degrees, timeout: float
+) -> tuple[list[OnRank], list[GatheredTensor]]:
+    ran = on_all_ranks(pass_on_rank, given_of(case, request, checked, prepared, made), made, timeout)
+    return ran, put_together(ran, made, prepared)
+
+
+def tensors_over_ranks(request: Request, prepared: Prepared, made: Degrees) -> Tensors:
+    """Return the outputs and gradients of a candidate that several ranks compute, in the reference's layout.
+
+    Raises:
+        RanksFailed: if a rank raised, died or did not answer in time.
+        UserError: if the pair does not fit on so many ranks.
+    """
+    _, wholes = _run_over_ranks(request.case, request, request.checked, prepared, made, TIMEOUT)
+    return in_reference_layout(wholes, prepared)
 
 
 def _between_ranks(

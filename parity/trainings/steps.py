@@ -40,7 +40,7 @@ from parity.passes.prepare import Prepared, build, rounded_inputs
 from parity.ranks.layout import Parallel
 from parity.result import ModuleFormats, Switch, label_of
 from parity.te import state
-from parity.te.attention_backend import te_variables
+from parity.te.attention_backend import NotOffered, te_variables
 from parity.te.seen_formats import SeenFormats
 from parity.te.state import Kept, checkpointed, kept, slots
 from parity.trainings import switches
@@ -109,11 +109,9 @@ def step_case(
 
     def factory(te: ModuleType, **size: Any) -> Pair:
         pair = case.factory(te, **size)
-        if pair.evaluation:
-            raise UserError(
-                f"{case.name} is in evaluation mode, without gradients, so it cannot be trained: leave out "
-                "evaluation=True, or compare a single pass, without steps"
-            )
+        if why := _explain_untrainable(pair):
+            wrong = UserError if case.steps else NotOffered  # what a run asks of all pairs is no mistake of this one
+            raise wrong(f"the pair {why}, so it cannot be trained; compare a single pass, without steps")
         if weights is not None:
             transfer.fill(pair.reference, weights)
         buffers.give(pair)
@@ -124,6 +122,14 @@ def step_case(
 
     varied = case.vary_constants and weights is None
     return dataclasses.replace(case, factory=factory, vary_constants=varied, probe=False, is_step=True, held=held)
+
+
+def _explain_untrainable(pair: Pair) -> str:
+    """Return why a pair cannot be trained; empty if it can."""
+    if pair.evaluation:
+        return "is in evaluation mode, without gradients"
+    is_trained = any(parameter.requires_grad for parameter in pair.candidate.parameters())
+    return "" if is_trained else "has no parameter that gets a gradient"
 
 
 def _with_inputs_of(pair: Pair, size: Mapping[str, Any], number: int, seed: int) -> Pair:

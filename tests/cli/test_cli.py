@@ -397,6 +397,21 @@ def test_guide_prints_the_skill_that_is_installed(command: Command) -> None:
     assert (done.returncode, done.stdout) == (0, (Path(cli.__file__).parents[1] / "SKILL.md").read_text())
 
 
+@pytest.mark.parametrize("name", ["PAR101", "par101", "gate-up-swapped", "stacked-in-another-order"])
+def test_a_finding_is_explained_by_its_code_or_title(command: Command, name: str) -> None:
+    done = command("explain", name)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("PAR101 gate-up-swapped, stacked-in-another-order\n\nA stacked weight has")
+    assert "PAR102" not in done.stdout
+
+
+def test_an_unknown_finding_comes_with_the_nearest(command: Command) -> None:
+    done = command("explain", "norm-epsilon")
+    assert (done.returncode, done.stderr) == (
+        2, "parity: no finding has the code or the title 'norm-epsilon'; did you mean norm-eps?\n"
+    )  # fmt: skip
+
+
 def test_list_shows_cases_without_te(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -465,6 +480,16 @@ def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None
         for seed in (0, 1)
     ]
     assert {tensor.label for tensor in results[0].tensors} >= {"output", "d weight", "d bias"}
+
+
+def test_a_run_trains_what_declares_no_steps_and_says_what_it_cannot_decode(command: Command, tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    done = command("run", "my_pairs.py", "-p", "bf16", "--training", "--decoding", "-n", "0", "--json")
+    told = {verdict["id"].partition("[")[2]: verdict["status"] for verdict in json.loads(done.stdout)["verdicts"]}
+    assert (done.returncode, told) == (
+        0, {"bf16-2x16]": "passed", "bf16-2x16-steps3]": "passed", "bf16-2x16-decoding]": "skipped"}
+    )  # fmt: skip
+    assert "skipped 1 item: not decoded, since neither Linear.forward nor call_candidate has an argument" in done.stderr
 
 
 def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(command: Command, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,6 +128,49 @@ def test_what_binds_nowhere_changes_no_bit() -> None:
     assert idle["clamp missing"].effect == 0.0
     assert idle["clamp missing"].place == "1st 'clamp' of the module"
     assert 0.0 < idle["norm eps outside the root, not inside"].effect < 1.0
+
+
+def unshown_by(case: Case, precision: str = "fp32", **options: Any) -> str:
+    (result,) = compare(case, [precision], diagnose=False, **options)
+    assert result.passed
+    beginning = "this run could not have shown: "
+    return next((note.removeprefix(beginning) for note in result.notes if note.startswith(beginning)), "")
+
+
+@pytest.mark.parametrize("which", ["idle", "binds"])
+def test_a_comparison_tells_by_itself_of_bounds_that_nothing_reaches_and_coverage_lists_them(
+    which: Literal["idle", "binds"],
+) -> None:
+    told = unshown_by(case_of(**(IDLE if which == "idle" else BINDS)))
+    first = "condition left out, 2nd 'gt' of the module, softcap missing, clamp missing"
+    assert told == (first if which == "idle" else "clamp to at most 2")
+    listed = [one.mistake.name for one in missed(tried_at(which))]
+    assert all(name in told for name in listed if name in ("softcap missing", "clamp missing"))
+    assert told.rpartition(", ")[2] in listed
+
+
+def test_a_pair_accepts_what_its_inputs_do_not_reach() -> None:
+    accepting = replace(case_of(**IDLE), accepts=("softcap", "window"))
+    assert unshown_by(accepting) == "clamp missing"
+
+
+class Clamped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-4.0, 4.0)
+
+
+def test_what_probing_inputs_or_weights_reach_is_shown() -> None:
+    def factory(te: Any) -> Pair:
+        modules = Clamped(HIDDEN, HIDDEN), Clamped(HIDDEN, HIDDEN)
+        return Pair(*modules, lambda rng: rng.normal(8, HIDDEN), {"weight": "weight", "bias": "bias"})
+
+    clamped = Case("clamped", factory, sizes=({},), path=Path(__file__))
+    assert unshown_by(replace(clamped, probe=False), "bf16") == "clamp missing"
+    assert unshown_by(clamped, "bf16") == ""
+
+    block = replace(case_of(size=1.0, seq=24, scores=1.0, inner=1.0), probe=True)
+    assert "clamp missing" in unshown_by(block, "bf16")
+    assert "clamp missing" not in unshown_by(block, "bf16", probe_weights=True)
 
 
 def test_a_mistake_that_fails_is_off_by_more_than_its_limit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from torch import Tensor, nn
 
 from lab.corpus.catalogue import RIGHT as OF_CORPUS
+from lab.corpus.ranked_ports.ranks import Row
+from lab.corpus.ranked_ports.ranks import case_of as case_over_ranks
 from lab.studies.invariance.ports import RIGHT, WRONG
 from parity import te
 from parity.api import compare
@@ -20,6 +23,7 @@ from parity.case.validate import check_case
 from parity.invariance import Outcome, check_invariance_at, try_axes
 from parity.judge.limits import packaged
 from parity.judge.request import Request
+from parity.ranks.layout import degrees
 from parity.settings import AXES
 from parity.te import PRECISIONS
 from parity.user_error import UserError
@@ -204,6 +208,48 @@ def test_a_loss_that_is_a_mean_over_the_batch_has_the_gradients_of_its_micro_bat
 
     found = outcomes(case_of(lambda te: Loss(WIDTH, WIDTH)), "fp32", ["micro-batches", "batch-place", "batch-size"])
     assert {one.verdict for one in found.values()} <= {"equal", "kernels"}
+
+
+# Ranks, as the pair declares them.
+
+
+def over_ranks(variant: Row) -> Outcome:
+    case = replace(case_over_ranks(variant.host, variant.variant), ranks=(degrees(variant.ranks),))
+    return outcomes(case, "bf16", ["ranks"])["ranks"]
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks", "verdict"),
+    [
+        ("column", dict(tp=2), "kernels"),  # the input's gradient is a sum over ranks
+        ("mlp", dict(tp=2, sequence_parallel=True), "kernels"),
+        ("row", dict(tp=2, sequence_parallel=True), "kernels"),  # as is the bias's, each part in BF16
+        ("attention", dict(cp=2), "kernels"),
+        ("experts", dict(ep=2), "equal"),
+    ],
+)
+def test_two_ranks_compute_what_one_does_but_for_the_order_of_sums(host: str, ranks: Any, verdict: str) -> None:
+    variant = "p2p" if host == "attention" else ""
+    found = over_ranks(Row(host, variant, ranks))
+    assert (found.verdict, found.told.partition(",")[0]) == (verdict, f"over {degrees(ranks).label}")
+
+
+@pytest.mark.parametrize(
+    ("host", "variant", "ranks", "told"),
+    [
+        ("row", "bias on every rank", dict(tp=2), "output changes by"),
+        ("mlp", "norm gradient not reduced", dict(tp=2, sequence_parallel=True), "d norm.weight changes by"),
+    ],
+)
+def test_a_mistake_over_ranks_is_found(host: str, variant: str, ranks: Any, told: str) -> None:
+    found = over_ranks(Row(host, variant, ranks))
+    assert found.verdict == "depends"
+    assert told in found.told
+
+
+def test_without_ranks_there_is_no_such_axis() -> None:
+    found = outcomes(LINEAR, axes=["ranks"])["ranks"]
+    assert (found.verdict, found.told) == ("none", "the pair is declared without ranks=[...]")
 
 
 # Declared with a pair.

@@ -907,6 +907,17 @@ def test_a_step_that_raises_is_an_error_with_its_line():
     assert "ValueError: no such batch; at " in result.reason
 
 
+@pytest.mark.parametrize(("declared", "status"), [(0, "skipped"), (1, "error")])
+def test_a_pair_without_a_parameter_to_train_is_not_trained(declared, status):
+    def frozen(te):
+        pair = case_of("mlp").factory(te)
+        return dataclasses.replace(pair, candidate=pair.candidate.requires_grad_(False))
+
+    (result,) = parity.compare(parity.Case("frozen", frozen, sizes=[{}], steps=declared), ["fp32"], steps=1)
+    assert (result.status, result.steps) == (status, ())
+    assert "the pair has no parameter that gets a gradient, so it cannot be trained" in result.reason
+
+
 def test_a_loss_of_many_numbers_is_an_error():
     result = trained(lambda te: Training(loss=lambda output, x: output))
     assert result.status == "error"

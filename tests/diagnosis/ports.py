@@ -44,6 +44,7 @@ def compared(
     *,
     call_reference: Callable[..., Any] | None = None,
     call_candidate: Callable[..., Any] | None = None,
+    evaluation: bool = False,
     probe: Any = True,
     **options: Any,
 ) -> parity.Result:
@@ -55,13 +56,12 @@ def compared(
         inputs: draws the inputs of both.
         precision: the precision of the comparison.
         weights: the pair's map, or a function from a parameter's name to the left side of its entry; default: itself.
-        call_reference: passed to the pair.
-        call_candidate: passed to the pair.
+        call_reference, call_candidate, evaluation: passed to the pair.
         probe: passed to the case.
         options: passed to ``parity.compare``.
     """
 
-    calls = dict(call_reference=call_reference, call_candidate=call_candidate)
+    calls = dict(call_reference=call_reference, call_candidate=call_candidate, evaluation=evaluation)
     host = Host("port", reference, port, inputs, weights=weights, options=calls, probe=probe)
     (result,) = parity.compare(host.case(), [precision], **options)
     return result

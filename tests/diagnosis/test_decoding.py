@@ -130,6 +130,8 @@ def compared(
     ends: Callable[[Tensor, Tensor], Tensor] = lambda logits, ids: log_probs(logits[:, :-1], ids[:, 1:]),
     decode: Callable[[Model, Tensor], Tensor] | None = None,
     layers: int = 1,
+    stages: bool = False,
+    pair: dict[str, Any] | None = None,
     **options: Any,
 ) -> parity.Result:
     """Compare a model with a port that decodes wrongly, or that computes something else from its logits."""
@@ -147,9 +149,10 @@ def compared(
             inputs=lambda rng: rng.integers(BATCH, SEQ, high=VOCABULARY) if has_ids else rng.normal(BATCH, SEQ, HIDDEN),
             call_candidate=call_candidate,
             evaluation=True,
+            **(pair or {}),
         )
 
-    return parity.compare(parity.Case("decoder", factory, sizes=({},)), [precision])[0]
+    return parity.compare(parity.Case("decoder", factory, sizes=({},)), [precision], stages=stages)[0]
 
 
 WRONG = [
@@ -285,7 +288,18 @@ def test_log_probabilities_in_16_bits_are_noted_with_what_that_costs():
     assert any("returning them in bfloat16 instead of FP32 alone makes" in note for note in result.notes)
 
 
-def test_a_decoder_that_nothing_explains_is_compared_submodule_by_submodule_over_all_its_parts():
+def test_the_first_wrong_one_of_scores_with_one_dimension_is_told():
+    def ends(logits: Tensor, ids: Tensor) -> Tensor:
+        right = log_probs(logits[:, :-1], ids[:, 1:]).flatten()
+        return torch.cat((right[:37], right[37:] - 0.5))
+
+    reference = {"call_reference": lambda model, x: model(x).flatten()}
+    result = compared({}, has_ids=True, decode=lambda model, x: model.decoded(x, {}, {}), ends=ends, pair=reference)
+    assert result.status == "failed", result.reason
+    assert any("right before index 37 of dimension 0 (of 60" in note for note in result.notes), result.notes
+
+
+def test_the_place_of_a_decoder_that_nothing_explains_is_told():
     noise = 0.3 * torch.randn(FFN, generator=torch.Generator().manual_seed(0))
 
     def with_noise(model: Model, x: Tensor) -> Tensor:
@@ -300,6 +314,12 @@ def test_a_decoder_that_nothing_explains_is_compared_submodule_by_submodule_over
     told = {finding.title: finding.message for finding in result.findings}
     # The noise is added after the hook that sees the result of ``up``.
     assert told["first-divergence"].startswith(
-        "layers.1.down is the first submodule of the candidate whose result (4, 16, 64)"
+        "the candidate departs from the reference after the 1st 'linear' of layers.1.up: it computes what the reference"
     )
-    assert "layers.1.up, which runs before it, agrees; compare layers.1.down alone" in told["first-divergence"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_no_stage_of_a_right_decoder_is_off(precision):
+    """Its tables of angles are cast once they are joined, and each holds the rows of one step."""
+    result = compared({}, precision=precision, layers=2, stages=True)
+    assert result.status == "passed", result.reason

@@ -56,9 +56,22 @@ def departures(result: parity.Result) -> list[str]:
     return [finding.message for finding in result.findings if finding.title == "first-divergence"]
 
 
-def ladders(wrong: str, precision: str = "fp32", carried: float = 0.0, share: float = 0.3) -> str:
+class Within(nn.Module):
+    """A ladder, as a model within the module that is compared."""
+
+    def __init__(self, linear: Any, **options: Any) -> None:
+        super().__init__()
+        self.model = Ladder(linear, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def ladders(
+    wrong: str, precision: str = "fp32", carried: float = 0.0, share: float = 0.3, kind: type[nn.Module] = Ladder
+) -> str:
     right = dict(carried=carried)
-    (message,) = departures(twins(Ladder, dict(wrong=wrong, share=share), normal((32, WIDTH)), precision, right))
+    (message,) = departures(twins(kind, dict(wrong=wrong, share=share), normal((32, WIDTH)), precision, right))
     return message
 
 
@@ -85,6 +98,10 @@ def test_only_the_call_at_which_a_port_departs_is_named_though_all_that_follows_
 )
 def test_a_right_submodule_before_what_is_wrong_is_not_to_be_compared_alone(wrong, before):
     assert f"compare {before} alone" not in ladders(wrong)
+
+
+def test_a_module_that_is_nearly_all_of_the_pair_is_not_to_be_compared_alone():
+    assert ladders("sum", carried=100.0, kind=Within).endswith("look at what the candidate computes there")
 
 
 @pytest.mark.parametrize(("wrong", "is_later"), [("fc2", False), ("sum", True)])

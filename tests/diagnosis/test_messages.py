@@ -111,6 +111,14 @@ def attention(te: Any, **options: Any) -> nn.Module:
             {},
             "MultiheadAttention has no softmax_scale: multiply the query's weight",
         ),
+        (
+            Attention,
+            attention,
+            ATTENTION,
+            dict(scale=0.125),
+            {},
+            "softmax_scale=0.125, 1/sqrt(64), as the reference has; the port's is 1/sqrt(head_dim), 0.25;",
+        ),
         # A name that already fits is not explained.
         (Attention, attention, ATTENTION, {}, dict(attn_mask_type="no_mask"), "the port attends to later keys."),
     ],

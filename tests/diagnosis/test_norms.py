@@ -1,10 +1,13 @@
-"""The order in which a search tries numbers, such as a norm's eps."""
+"""A norm's eps: in which order a search tries numbers, and what it says of one that is too small to matter."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+from ports import tells, twins
+from torch import Tensor, nn
 
 from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import Mistake
@@ -26,3 +29,22 @@ def test_each_number_leads_to_any_other():
     other = first.tuned(7.0)
     assert (other.name, other.value) == ("number 7", 7.0)
     assert other.tuned is not None
+
+
+class Normed(nn.Module):
+    """A norm of rows of size ``scale``, and a linear layer."""
+
+    def __init__(self, linear: Any, eps: float, scale: float) -> None:
+        super().__init__()
+        self.scale, self.norm, self.out = scale, nn.LayerNorm(64, eps), linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x * self.scale))
+
+
+@pytest.mark.parametrize(("eps", "is_bound"), [(1e-12, True), (1e-6, False)])
+def test_an_eps_that_is_too_small_to_matter_is_told_as_a_bound(eps, is_bound):
+    right = dict(eps=1e-5, scale=0.01)
+    result = twins(Normed, dict(right, eps=eps), lambda rng: rng.normal(64, 64), "fp32", right, probe=False)
+    tells(result, "norm-eps", "it computes with eps=1e-" if is_bound else "it computes with eps=1e-06")
+    assert ("or any smaller one: here, 0 has the same effect" in result.findings[0].message) == is_bound

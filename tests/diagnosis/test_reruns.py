@@ -224,3 +224,36 @@ def test_a_mistake_beside_a_recipe_of_its_own_is_not_taken_for_it():
     result = with_its_own_recipe("bf16", "Float8CurrentScaling", Shifted)
     assert result.status == "failed"
     assert "own-recipe" not in {finding.title for finding in result.findings}
+
+
+class Layers(nn.Module):
+    """Two layers whose attentions have no caches, so that their numbers do not matter."""
+
+    def __init__(self, linear: Any, attend: Any) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(linear(HIDDEN, 3 * HIDDEN) for _ in range(2))
+        self.attend = nn.ModuleList(attend() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for qkv, attend in zip(self.qkv, self.attend, strict=True):
+            x = x + attend(*qkv(x).unflatten(-1, (3, 4, HIDDEN // 4)).unbind(2)).flatten(2)
+        return x
+
+
+class Attend(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=0.25).transpose(1, 2)
+
+
+@pytest.mark.parametrize("scale", [0.2, 0.237])
+def test_a_change_that_changes_nothing_explains_nothing(scale):
+    def core(te: Any) -> nn.Module:
+        sizes = dict(num_attention_heads=4, kv_channels=HIDDEN // 4, qkv_format="bshd")
+        return te.DotProductAttention(**sizes, attn_mask_type="no_mask", softmax_scale=scale, layer_number=1)
+
+    result = of_batches(
+        lambda: Layers(nn.Linear, Attend), lambda te: Layers(te.Linear, lambda: core(te)), "bf16", evaluation=True
+    )
+    assert result.status == "failed"
+    assert {finding.title for finding in result.findings} == {"softmax-scale"}, result.findings

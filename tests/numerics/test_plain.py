@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -345,6 +346,67 @@ def test_right_ports_with_layers_that_te_has_not_pass_on_every_seed(module, shap
 
 
 # A bias that TE returns for the port to add is rounded where the port adds it, and the model expects that.
+
+
+def cache_of(x: Tensor) -> Tensor:
+    cache = torch.zeros(8, WIDTH, dtype=x.dtype)
+    cache[:4] = x
+    return cache[:4].exp()
+
+
+TABLES_AND_ACTIVATIONS = {
+    "an input": (torch.tanh, {"tanh"}),
+    "what a layer returns": (lambda x: F.linear(x, torch.ones(2, WIDTH).to(x)).neg(), {"neg"}),
+    "a table of angles": (lambda x: x * (torch.arange(WIDTH).to(x.dtype) / 8).cos(), {"mul"}),
+    "a mask": (lambda x: torch.zeros(4, WIDTH, dtype=x.dtype).fill_(-1e4).triu_(1).exp(), set()),
+    "rows of a cache": (cache_of, {"exp"}),
+    "what only a kernel can have written": (lambda x: torch.empty(4, dtype=x.dtype).abs(), {"abs"}),
+}
+
+
+@pytest.mark.parametrize(("function", "names"), TABLES_AND_ACTIVATIONS.values(), ids=TABLES_AND_ACTIVATIONS)
+def test_without_gradients_activations_are_what_is_not_computed_from_numbers_alone(function, names):
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    with torch.no_grad(), plain_calls(x.dtype, evaluation=True) as seen:
+        function(x)
+    assert seen - {CAST, "linear", "addmm", "mm"} == names
+
+
+class NormByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda linear: (NormByHand(), linear(WIDTH, 128), nn.SiLU(), linear(128, WIDTH)),
+        lambda linear: (linear(WIDTH, 128), linear(128, WIDTH), Function(lambda x: 30 * torch.tanh(x / 30))),
+    ],
+    ids=["norm", "softcap"],
+)
+def test_a_port_in_evaluation_may_round_in_each_of_its_own_lines(parts):
+    def factory(te):
+        reference, candidate = (nn.Sequential(*parts(partial(linear, bias=False))) for linear in (nn.Linear, te.Linear))
+        weights = {name: name for name, _ in reference.named_parameters()}
+        draw = {"inputs": lambda rng: rng.normal(4, 16, WIDTH)}
+        return parity.Pair(reference, candidate, weights=weights, **draw, evaluation=True)
+
+    (result,) = parity.compare(parity.Case("evaluated", factory, sizes=({},)), ["fp16"])
+    assert result.status == "passed", result.reason
+
+
+class Function(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 SUMS = {

@@ -31,6 +31,11 @@ MODELS: dict[str, dict[str, object]] = {
     "modernbert": {},  # a first layer without a norm, two bases of rotation
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},
     "vit": {},  # pixels
+    "dinov2": {"use_swiglu_ffn": True},  # learned factors of channels, a width by a ratio
+    "whisper": {},  # a half of a model, which the model's own convolutions and positions precede
+    "bloom": {},  # ALiBi, a norm of embeddings
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8},  # projections fused by group
+    "apertus": {},  # an activation with parameters
 }
 
 
@@ -47,6 +52,16 @@ def test_a_port_is_right_as_it_is_written(kind: str) -> None:
         assert result.passed, result
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}],
+    ids=["queries first", "by head, with scaled ALiBi"],
+)
+def test_each_layout_of_falcon_is_ported(changes: dict[str, object]) -> None:
+    for result in run_port(written("falcon", **changes), "falcon", ["fp32"], seconds=1.0):
+        assert result.passed, result
+
+
 @pytest.mark.parametrize("kind", ["olmo", "cohere2", "opt", "glm4", "qwen2_moe", "siglip_vision_model"])
 def test_a_model_without_a_page_gets_a_port_that_says_so(kind: str) -> None:
     text, form = writing.write(reading.load_config(kind))
@@ -60,6 +75,8 @@ def test_what_te_cannot_do_is_said_in_the_port() -> None:
     text = written("gpt_neox")
     assert "no fused MLP with gelu" in text
     assert "dropout is left out (classifier_dropout)" in text.replace("\n  ", " ")
+    assert "this is the encoder alone" in written("whisper")
+    assert "draws each token's experts at random" in written("phimoe")
 
 
 SCALED = {

@@ -202,4 +202,154 @@ def divided(te: ModuleType, **_: Any) -> parity.Pair:
             f"{reference}.mlp.down_proj.weight": f"{candidate}.layernorm_mlp.fc2_weight",
         },
         inputs=lambda rng, seq, batch: rng.normal(seq, batch, WIDTH),
+        parallel=parity.Parallel(splits={key: [parity.over("cp", balanced=True)] for key in ("input", "output")}),
     )
+
+
+# A layer whose attention context parallel ranks compute together, and whose experts expert parallel ranks divide.
+
+EXPERTS = 4
+
+
+class Exchange(torch.autograd.Function):
+    """Send rows to other ranks: ``sent[r]`` of them to rank r, which sends ``received`` back in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return exchanged(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchanged(gradient.contiguous(), ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def exchanged(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    y = x.new_empty(sum(received), *x.shape[1:])
+    torch.distributed.all_to_all_single(y, x, received, sent, group=group)
+    return y
+
+
+class Sparse(nn.Module):
+    """``mistake`` is one of ``MISTAKES_OVER_RANKS``, or ``""``."""
+
+    def __init__(self, te: ModuleType, ranks: Any, mistake: str = "", takes_whole: bool = False) -> None:
+        super().__init__()
+        self.ranks, self.mistake, self.takes_whole = ranks, mistake, takes_whole
+        self.attn = te.MultiheadAttention(
+            WIDTH,
+            HEADS,
+            qkv_format="bshd",
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            attention_dropout=0.0,
+            attn_mask_type="causal",
+            input_layernorm=True,
+            normalization="RMSNorm",
+            layernorm_epsilon=1e-5,
+        )
+        if ranks.cp.size > 1:
+            self.attn.set_context_parallel_group(ranks.cp.group, list(ranks.cp.ranks), ranks.stream(), "p2p")
+        self.norm = te.RMSNorm(WIDTH, eps=1e-5)
+        self.count = EXPERTS // ranks.ep.size
+        self.fc1 = te.GroupedLinear(self.count, WIDTH, 2 * WIDTH, bias=False)
+        self.fc2 = te.GroupedLinear(self.count, 2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        """Return ``[batch, seq, WIDTH]``; ``kind``, ``[batch, seq]``, is the number of each token's expert."""
+        if self.takes_whole:
+            x, kind = self.own_part(x), self.own_part(kind)
+        x = x + self.attn(x)
+        tokens, kinds = self.norm(x).flatten(0, 1), kind.flatten()
+        order = kinds.argsort(stable=True)
+        return x + self.experts(tokens[order], kinds[order])[order.argsort()].view_as(x)
+
+    def own_part(self, x: Tensor) -> Tensor:
+        count, rank = self.ranks.cp.size, self.ranks.cp.rank
+        pieces = x.chunk(2 * count, 1)
+        others = (pieces[2 * rank], pieces[2 * rank + 1]) if self.mistake == "contiguous" else ()
+        return torch.cat(others or (pieces[rank], pieces[-1 - rank]), 1)
+
+    def experts(self, rows: Tensor, kinds: Tensor) -> Tensor:
+        axis = self.ranks.ep
+        if axis.size == 1:
+            return self.own_experts(rows, kinds)
+        sent = torch.bincount(kinds // self.count, minlength=axis.size)
+        received = torch.empty_like(sent)
+        torch.distributed.all_to_all_single(received, sent, group=axis.group)
+        counts = sent.tolist(), received.tolist(), axis.group
+        kinds = exchanged(kinds, *counts) - axis.rank * self.count
+        rows = Exchange.apply(rows, *counts)
+        order = kinds.argsort(stable=True)
+        rows = self.own_experts(rows[order], kinds[order])[order.argsort()]
+        return Exchange.apply(rows, counts[1], counts[0], axis.group)
+
+    def own_experts(self, rows: Tensor, kinds: Tensor) -> Tensor:
+        counts = torch.bincount(kinds, minlength=self.count).tolist()
+        if self.mistake == "experts" and self.ranks.ep.rank == 1:
+            rows, counts = rows.flip(0), counts[::-1]
+        rows = self.fc2(F.gelu(self.fc1(rows, counts), approximate="tanh"), counts)
+        return rows.flip(0) if self.mistake == "experts" and self.ranks.ep.rank == 1 else rows
+
+
+MISTAKES_OVER_RANKS = ("contiguous", "experts")
+
+
+class SparseReference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_norm, self.norm = nn.RMSNorm(WIDTH, eps=1e-5), nn.RMSNorm(WIDTH, eps=1e-5)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(EXPERTS))
+        self.down = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH, bias=False) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.attn_norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(context.transpose(1, 2).flatten(2))
+        tokens, kinds = self.norm(x).flatten(0, 1), kind.flatten()
+        order = kinds.argsort(stable=True)
+        parts = tokens[order].split(torch.bincount(kinds, minlength=EXPERTS).tolist())
+        rows = [
+            down(F.gelu(up(some), approximate="tanh")) for some, up, down in zip(parts, self.up, self.down, strict=True)
+        ]
+        return x + torch.cat(rows)[order.argsort()].view_as(x)
+
+
+def sparse_pair(te: ModuleType, ranks: Any, takes_whole: bool = False) -> parity.Pair:
+    own = {
+        "attn_norm.weight": "attn.layernorm_qkv.layer_norm_weight",
+        "qkv.weight": "attn.layernorm_qkv.weight",
+        "qkv.bias": "attn.layernorm_qkv.bias",
+        "out.weight": "attn.proj.weight",
+        "out.bias": "attn.proj.bias",
+        "norm.weight": "norm.weight",
+    }
+    experts = {
+        f"{name}.{i}.weight": f"{te_name}.weight{i}"
+        for i in range(EXPERTS)
+        for name, te_name in (("up", "fc1"), ("down", "fc2"))
+    }
+    batch = [parity.over("ep", dim=0)]
+    divided = [*batch, parity.over("cp", dim=1, balanced=True)]
+    given = batch if takes_whole else divided
+    return parity.Pair(
+        reference=SparseReference(),
+        candidate=Sparse(te, ranks, takes_whole=takes_whole),
+        weights=own | experts,
+        inputs=lambda rng, batch, seq: (rng.normal(batch, seq, WIDTH), rng.integers(batch, seq, high=EXPERTS)),
+        parallel=parity.Parallel(splits={"x": given, "kind": given, "output": divided}),
+    )
+
+
+OVER_RANKS = [dict(cp=2), dict(ep=2), dict(cp=2, ep=2)]
+
+
+@parity.pair("sparse", sizes=[dict(batch=4, seq=16)], ranks=OVER_RANKS)
+def sparse(te: ModuleType, ranks: Any, **_: Any) -> parity.Pair:
+    return sparse_pair(te, ranks)
+
+
+@parity.pair("sparse_of_whole", sizes=[dict(batch=4, seq=16)], ranks=OVER_RANKS[:1])
+def sparse_of_whole(te: ModuleType, ranks: Any, **_: Any) -> parity.Pair:
+    return sparse_pair(te, ranks, takes_whole=True)

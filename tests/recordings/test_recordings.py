@@ -257,16 +257,29 @@ def test_each_data_parallel_rank_records_its_own_batch(tmp_path: Path):
 
 
 def train_sharded(path: str, by: str) -> None:
-    """Train with FSDP2, which gathers the parameters of each layer, or of each of TE's modules, while it runs."""
+    """Train with FSDP, which gathers parameters while a part of the model runs: a layer, one of TE's modules.
+
+    FSDP2 gathers each parameter, FSDP1 (``vector``) one vector of a layer's.
+    """
     from torch import distributed
+    from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     module = ported(dtype=torch.float32)
-    options = dict(mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    parts = module.layers if by == "layer" else [x for x in module.modules() if x._parameters]
-    for part in (*parts, module):
-        fully_shard(part, **options)
+    if by == "vector":
+        module = fsdp.FullyShardedDataParallel(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy({pairs.Port}),
+            mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+    else:
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        parts = module.layers if by == "layer" else [x for x in module.modules() if x._parameters]
+        for part in (*parts, module):
+            fsdp.fully_shard(part, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     torch.manual_seed(distributed.get_rank())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     with parity.recording(path, steps=[1]):
@@ -278,11 +291,11 @@ def train_sharded(path: str, by: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("by", ["layer", "module"])
+@pytest.mark.parametrize("by", ["layer", "module", "vector"])
 def test_each_rank_of_fsdp_records_whole_parameters_and_its_own_gradients(by: str, tmp_path: Path):
     launch(train_sharded, 2, [str(tmp_path), by], timeout=300.0)
     found = [judge(one) for one in folder.read(tmp_path)]
-    assert [one.precision for one in found] == ["bf16" if by == "layer" else "fp8_current"] * 2
+    assert [one.precision for one in found] == ["fp8_current" if by == "module" else "bf16"] * 2
     assert all(is_right(one) for one in found), [one.result for one in found]
     assert all(sum(stage.stage.evidence == "weights" for stage in one.stages.all) > 8 for one in found if one.stages)
 
@@ -369,44 +382,97 @@ def test_each_stage_of_a_pipeline_is_judged_by_its_own_pair(tmp_path: Path):
         assert f"pass 1 of step 0 on rank {rank} at bf16: {'failed' if rank else 'passed'}" in told
 
 
-def train_divided(path: str, mistake: str, sequence_parallel: bool, recipe: str) -> None:
+def train_divided(path: str, mistake: str, cp: int, sequence_parallel: bool, recipe: str) -> None:
     """Train layers whose weights two ranks divide, from the same weights as one process has."""
     from torch import distributed
 
-    from parity.ranks.layout import Degrees, held_by, part
+    from parity.ranks.layout import Degrees, held_by, joined, part
 
-    rank, made = distributed.get_rank(), Degrees(tp=2, sequence_parallel=sequence_parallel)
-    parallel = dict(tp_group=distributed.group.WORLD, tp_size=2, sequence_parallel=sequence_parallel)
+    made = Degrees(tp=2, cp=cp, sequence_parallel=sequence_parallel)
+    place, ranks = made.place(distributed.get_rank()), joined(made)
+    parallel = dict(tp_group=ranks.tp.group, tp_size=2, sequence_parallel=sequence_parallel)
     torch.manual_seed(1)
     whole = dict(pairs.Layers(KERNELS.te, fuse_qkv_params=False).to(torch.bfloat16).named_parameters())
     module = pairs.Layers(KERNELS.te, mistake, fuse_qkv_params=False, **parallel).to(torch.bfloat16)
+    for layer in module.layers if cp > 1 else ():
+        layer.set_context_parallel_group(ranks.cp.group, list(ranks.cp.ranks), ranks.stream(), "p2p")
+    module.count *= cp
     shapes = {name: tuple(x.shape) for name, x in whole.items()}
     with torch.no_grad():
-        for name, held in held_by(module, shapes, {}, made, made.place(rank)).items():
-            module.get_parameter(name).copy_(part(whole[held.whole], held.split, made, made.place(rank)))
+        for name, held in held_by(module, shapes, {}, made, place).items():
+            module.get_parameter(name).copy_(part(whole[held.whole], held.split, made, place))
     torch.manual_seed(0)
     x = torch.randn(16, 4, pairs.WIDTH, dtype=torch.bfloat16)
     with parity.recording(path), autocast(recipe):
-        own = x.chunk(2)[rank] if sequence_parallel else x
-        module(own).float().square().mean().backward()
+        split = [parity.over("cp", balanced=True), *([parity.over("tp")] if sequence_parallel else [])]
+        module(part(x, split, made, place)).float().square().mean().backward()
 
 
 @pytest.mark.parametrize(
-    ("mistake", "sequence_parallel", "recipe"),
-    [("", False, ""), ("", True, "Float8CurrentScaling"), ("unscaled", True, "")],
+    ("mistake", "cp", "sequence_parallel", "recipe"),
+    [("", 1, False, ""), ("", 2, True, "Float8CurrentScaling"), ("unscaled", 1, True, "")],
 )
 def test_what_tensor_parallel_ranks_recorded_is_put_together(
-    mistake: str, sequence_parallel: bool, recipe: str, tmp_path: Path
+    mistake: str, cp: int, sequence_parallel: bool, recipe: str, tmp_path: Path
 ):
-    launch(train_divided, 2, [str(tmp_path), mistake, sequence_parallel, recipe], timeout=300.0)
+    launch(train_divided, 2 * cp, [str(tmp_path), mistake, cp, sequence_parallel, recipe], timeout=300.0)
     passes = folder.read(tmp_path)
-    assert [one.index.tp for one in passes] == [2, 2]
+    assert [one.index.tp for one in passes] == [2] * 2 * cp
     found = judge(*passes, pair="divided")
     assert is_right(found) == (not mistake), found.result
     assert found.stages is not None
     assert sum(one.stage.evidence == "weights" for one in found.stages.all) > 8
-    with pytest.raises(parity.UserError, match="is of 2 tensor parallel ranks, and 1 of them are there"):
+    with pytest.raises(parity.UserError, match=r"is of \d ranks \(tp2.*, and 1 of them are there"):
         judge(*passes[:1], pair="divided")
+
+
+def train_sparse(path: str, cp: int, ep: int, mistake: str, takes_whole: bool) -> None:
+    """Train a layer over context and expert parallel ranks, from the same weights as one process has."""
+    from torch import distributed
+
+    from parity.ranks.layout import WHOLE, Degrees, joined, part, whole_names
+
+    made = Degrees(cp=cp, ep=ep)
+    place, ranks = made.place(distributed.get_rank()), joined(made)
+    torch.manual_seed(1)
+    whole = dict(pairs.Sparse(KERNELS.te, WHOLE).to(torch.bfloat16).named_parameters())
+    module = pairs.Sparse(KERNELS.te, ranks, mistake, takes_whole).to(torch.bfloat16)
+    names = whole_names([name for name, _ in module.named_parameters()], list(whole), ep, place["ep"])
+    with torch.no_grad():
+        for name, x in module.named_parameters():
+            x.copy_(whole[names[name]])
+    torch.manual_seed(0)
+    batch = torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16), torch.randint(pairs.EXPERTS, (4, 16))
+    split = [parity.over("ep", dim=0), *([] if takes_whole else [parity.over("cp", dim=1, balanced=True)])]
+    with parity.recording(path):
+        module(*(part(x, split, made, place) for x in batch)).float().square().sum().backward()
+
+
+# The degrees; the mistake; whether each rank is given whole sequences, of which it takes its part; what is said of it.
+SPARSE: dict[str, tuple[int, int, str, bool, str]] = {
+    "attention and experts": (2, 2, "", False, ""),
+    "a part of its own": (2, 1, "", True, ""),
+    "neighbouring chunks": (2, 1, "contiguous", True, "between the inputs and the 1st 'scaled_dot_product_attention'"),
+    "two experts of a rank exchanged": (1, 2, "experts", False, 'map "up.2.weight" to "fc1.weight3"'),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_what_context_and_expert_parallel_ranks_recorded_is_put_together(name: str, tmp_path: Path):
+    cp, ep, mistake, takes_whole, told = SPARSE[name]
+    launch(train_sparse, cp * ep, [str(tmp_path), cp, ep, mistake, takes_whole], timeout=300.0)
+    found = judge(*folder.read(tmp_path), pair="sparse_of_whole" if takes_whole else "sparse")
+    assert is_right(found) == (not mistake), found.result
+    assert any(told in finding.message for finding in found.result.findings) or not mistake, found.result
+    assert any("neighbouring parts of a sequence" in note for note in found.notes) == (mistake == "contiguous")
+    assert found.stages is not None
+    assert sum(one.stage.evidence == "weights" for one in found.stages.all) > 8
+
+
+def test_ranks_that_divide_what_the_pair_does_not_declare_are_an_error(tmp_path: Path):
+    launch(train_sparse, 2, [str(tmp_path), 2, 1, "", False], timeout=300.0)
+    with pytest.raises(parity.UserError, match=r"the ranks of cp have different tensors as argument 0.*over\(\"cp\""):
+        judge(*folder.read(tmp_path), pair="sparse_of_whole")
 
 
 # What may be wrong with a recording.

@@ -586,6 +586,7 @@ def test_what_is_emulated_is_part_of_the_command_that_reproduces(monkeypatch: py
 
 def test_a_training_is_reproduced_with_its_steps() -> None:
     assert " --parity-steps=3 " in failure.reproduce(result(size_label="2x64-steps3-resume"))
+    assert " --parity-decoding=yes " in failure.reproduce(result(size_label="2x64-decoding"))
     assert "--parity-steps" not in failure.reproduce(result())
 
 

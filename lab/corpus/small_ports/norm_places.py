@@ -157,7 +157,7 @@ class Block(nn.Module):
 
     def __init__(self, linear: Any, norm: Any, where: str) -> None:
         super().__init__()
-        self.norm1, self.norm2 = norm(HIDDEN), norm(HIDDEN)
+        self.norm1, self.norm2 = norm(HIDDEN, eps=1e-5), norm(HIDDEN, eps=1e-5)  # PyTorch's RMSNorm has another default
         self.mix, self.up, self.down = linear(HIDDEN, HIDDEN), linear(HIDDEN, WIDE), linear(WIDE, HIDDEN)
         self.where = where
 

@@ -172,7 +172,9 @@ OF_ATTENTION = (
     BY_SECTIONS.right(),
     BY_SECTIONS.wrong("rope-position", "the port rotates all of them by the token's number", rotated=turned),
     SCALED_BEFORE.wrong(
-        "softmax-scale", "softmax_scale=0.25, as the reference has; the port's is 1/head_dim", scales=(0.25, 0.25)
+        "softmax-scale",
+        "softmax_scale=0.25, 1/sqrt(16), as the reference has; the port's is 1/head_dim",
+        scales=(0.25, 0.25),
     ),
 )  # fmt: skip
 

@@ -379,7 +379,7 @@ PORTS = (
     FOUR_TOKENS.wrong("cache-step", lost=1),
     UNIFORM.wrong(
         "softmax-scale",
-        "softmax_scale=0.01562, as the reference has",
+        "softmax_scale=0.01562, 1/sqrt(4096), as the reference has",
         scale=0.25,
         precisions=("fp8_current",),
     ),

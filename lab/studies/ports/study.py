@@ -168,7 +168,8 @@ def _sections(found: Mapping[Trial, Said], settings: Settings) -> Iterator[str]:
     detected = [one for one, said in wrong.items() if any(status == "failed" for _, status in said.statuses)]
     named = [one for one in detected if _is_named(one, wrong[one])]
     yield (
-        f"## Wrong ports\n\nOf {len(wrong)} wrong ports, {len(detected)} are detected, and {len(named)} of these are "
+        f"## Wrong ports\n\nMistakes were planted in {len(settings.wrong_models)} of {len(settings.models)} models, "
+        f"with one seed. Of {len(wrong)} wrong ports, {len(detected)} are detected, and {len(named)} of these are "
         "named. *Named*: a finding has the right title. Empty: the mistake fits nowhere in this port."
     )
     for precision in settings.wrong_precisions:
