@@ -354,14 +354,14 @@ class Trainee:
         self._pair, self._shapes = pair, transfer.parameter_shapes(pair.reference)
         self.training = training = pair.training
         self._module = pair.candidate
-        self.moved_in_calls: set[str] = set()
+        self.moved_in_calls = moved_in_calls = set[str]()
         call = (
             checkpointed(kernels.te.checkpoint, pair.call_candidate) if switch == "recompute" else pair.call_candidate
         )
 
         def model_under(precision: Precision) -> Model:
             autocast = partial(precision.autocast, kernels, group)
-            around = partial(_note_moved_buffers, pair.candidate, self.moved_in_calls, autocast)
+            around = partial(_note_moved_buffers, pair.candidate, moved_in_calls, autocast)
             cuda = switches.cuda_of(kernels)
             return Model(pair.candidate, call, training.loss, around, precision.new_recipe(), cuda)
 
