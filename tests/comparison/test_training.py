@@ -1141,7 +1141,7 @@ def test_a_training_that_diverges_is_told_beside_the_reference_s_own(own, told):
 # Attention in FP8 with delayed scaling: gradients lean as the scales of two histories make them lean.
 
 
-FP8_ATTENTION = parity.recipe("delayed_attention", lambda: te_recipe("DelayedScaling", fp8_dpa=True))
+FP8_ATTENTION = parity.recipe("delayed_attention_of_steps", lambda: te_recipe("DelayedScaling", fp8_dpa=True))
 
 
 def with_fp8_attention(steps: int, lean: float = 1.0, **size: int) -> Result:
@@ -1175,7 +1175,7 @@ def test_gradients_may_not_lean_otherwise_than_the_scales_say(lean: float) -> No
 # Trainings that change their recipe.
 
 
-E4M3 = parity.recipe("current_in_e4m3", lambda: te_recipe("Float8CurrentScaling", fp8_format="E4M3"))
+E4M3 = parity.recipe("current_e4m3_of_steps", lambda: te_recipe("Float8CurrentScaling", fp8_format="E4M3"))
 
 
 def te_recipe(name: str, **arguments: Any) -> Any:
