@@ -524,7 +524,9 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
         numbers=ran[0].numbers,
         recalled=recalled,
         formats=formats.rows,
-        misformatted=findings_of_formats(formats.rows, prepared.formats, precision, formats.roles),
+        misformatted=findings_of_formats(
+            formats.rows if prepared.formats else (), prepared.formats, precision, formats.roles
+        ),
         mixed=describe_mixed(formats.rows, prepared.formats, precision, formats.roles),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         unwritten=unwritten,
@@ -703,7 +705,8 @@ def _rejudge_tensors(comparison: Comparison, judge_by: Callable[..., tuple[Tenso
         alike = judge_by(models)
     on_plain_kernels, judge_again = alike, judge_by
     if request.other_kernels and not all(tensor.passed for tensor in alike):
-        judge_again = partial(judge_by, biased_runs=leaning_runs(prepared, rounding, port))
+        leaning = leaning_runs(prepared, rounding, port, comparison.candidate.recasts)
+        judge_again = partial(judge_by, biased_runs=leaning)
         alike = judge_again(models)
     by_kernels = remark(on_plain_kernels, alike, as_kernels_lean(rounding))
     noisy = noisy_sums(rounding) if request.other_kernels else ()

@@ -326,12 +326,14 @@ class Step:
         loss: the candidate's loss before the step.
         golden: the reference's loss in FP64, with the candidate's weights and batch.
         margin: the largest of the loss's and the gradients' margins.
+        precision: the precision of the step, if the training changes it; else empty.
     """
 
     number: int
     loss: float
     golden: float
     margin: float
+    precision: str = ""
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,8 @@ class Training:
             step as ``offload(module)``. It may return a function that calls the candidate from then on,
             ``call(module, *inputs)``, such as a loop over layers. By default each of TE's modules is called in TE's
             ``get_cpu_offload_context``.
+        recipes: precisions of later steps: ``{3: "bf16"}`` makes two steps under the precision that is compared, and
+            the rest without a recipe. TE's modules must have each step's formats, apart from what ``formats`` says.
     """
 
     optimizer: MakeOptimizer | None = None
@@ -124,6 +126,7 @@ class Training:
     graph: Callable[..., Callable[..., Tensor] | None] | None = None
     compile: Callable[[nn.Module], object] | None = None
     offload: Callable[[nn.Module], Callable[..., Any] | None] | None = None
+    recipes: Mapping[int, str | Precision] = field(default_factory=dict)
 
 
 def checked_steps(steps: object) -> int:

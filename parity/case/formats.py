@@ -25,6 +25,21 @@ def checked_formats(formats: Any) -> dict[str, str]:
     return named
 
 
+def checked_recipes(recipes: Any) -> dict[int, str]:
+    """Return the names of precisions by the steps of a training from which they are used.
+
+    Raises:
+        UserError: if it is no such dict, or a precision is unknown.
+    """
+    if not isinstance(recipes, Mapping) or not all(type(step) is int and step > 1 for step in recipes):
+        raise UserError(
+            f'recipes of a training must be a dict such as {{3: "bf16"}} with steps after the first, not {recipes!r}'
+        )
+    named = {step: str(getattr(one, "name", one)) for step, one in recipes.items()}
+    check_precisions(tuple(named.values()), "recipes of a training")
+    return named
+
+
 def check_patterns(formats: Mapping[str, str], modules: Iterable[str]) -> None:
     """Check that each pattern fits one of TE's modules.
 

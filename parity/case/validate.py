@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from parity.case import transfer
 from parity.case.case import Case, Pair, Rng, Size, Training, are_same, draw_inputs
-from parity.case.formats import check_patterns, checked_formats, keeps_unquantized
+from parity.case.formats import check_patterns, checked_formats, checked_recipes, keeps_unquantized
 from parity.case.map_check import check_map, other_names
 from parity.case.weight_map import WeightMapError, names
 from parity.numerics.formats import Role
@@ -423,7 +423,7 @@ def _check_training(training: Any) -> None:
         made = function.func if isinstance(function, partial) else function
         is_class = isinstance(made, type) and issubclass(made, Optimizer)
         takes_parameters = is_class and "params" in inspect.signature(made).parameters
-        if name != "clip" and (takes_parameters or not (function is None or callable(function))):
+        if name not in ("clip", "recipes") and (takes_parameters or not (function is None or callable(function))):
             example = f" such as {_EXAMPLES[name]}" if name in _EXAMPLES else ""
             given = f"the class {made.__name__}, which takes parameters" if is_class else _type_name(function)
             raise UserError(f"{name} of a training must be a function{example}, not {given}")
@@ -434,6 +434,7 @@ def _check_training(training: Any) -> None:
             f"scheduler of a training must be a function such as {_EXAMPLES['scheduler']}, which is called with the "
             f"optimizer alone; {getattr(training.scheduler, '__name__', training.scheduler)} cannot be: {error}"
         ) from error
+    checked_recipes(training.recipes)
     clip = training.clip
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):
         raise UserError(f"clip of a training must be a number above 0, or None, not {clip!r}")

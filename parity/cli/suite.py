@@ -569,7 +569,7 @@ def train(
         result = train_at(case, checked, precision, seed, kernels, packaged(), steps)
         band: Band | None = None
         with suppress(NothingToJudge):  # the training is too chaotic to have a band
-            if drawn and result.steps:
+            if drawn and result.steps and not result.steps[0].precision:  # a band is of one precision
                 band = band_of(case, checked, precision, seed, kernels, len(result.steps), drawn)
         curves.append(Curve(result, band))
     if not curves:

@@ -36,22 +36,20 @@ def findings_of_formats(
 
     Args:
         seen: what each module computed in.
-        formats: what the pair asks for; modules that it does not name should have the precision's own formats. If it
-            is empty, the pair asks for nothing.
+        formats: what the pair asks for; modules that it does not name should have the precision's own formats.
         precision: one with a recipe.
         roles: by module, the roles under which it asks a recipe for quantizers, as a recipe may tell these apart.
     """
     unlike: dict[tuple[str, tuple[_Unlike, ...]], list[str]] = defaultdict(list)
-    for row in seen if formats else ():
+    for row in seen:
         for module in row.modules:
             asked = asked_format(formats, module)
             differing = tuple(
                 _list_differing(row.operands, precision_named(asked) if asked else precision, roles.get(module))
             )
             if differing:
-                source = (
-                    f"as formats asks ({asked})" if asked else f"as {precision.name} has it where formats says nothing"
-                )
+                by_default = f"as {precision.name} has it{' where formats says nothing' if formats else ''}"
+                source = f"as formats asks ({asked})" if asked else by_default
                 unlike[source, differing].append(module)
     if not unlike:
         return ()

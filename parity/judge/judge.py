@@ -127,7 +127,8 @@ def _granted_share(index: int, error: CachedTensor, base: CachedTensor, kernel: 
     # this standard deviation.
     unsure = max(_UNSURE_OF_CHANGE, math.sqrt(max(1.0 - coefficient, 0.0) / coefficient)) * change
     left = CachedTensor(error.values - change)
-    if left.norm >= error.norm:
+    own = error.values - base.values  # of which the model makes nothing, such as a lean against one that both share
+    if left.norm >= error.norm and (own - change).norm() >= own.norm():
         return None
     models = CachedTensor(base.values + unsure), CachedTensor(base.values - unsure)
     return Allowance(index, coefficient, coefficient * norm, change.abs().max().item(), left, models)

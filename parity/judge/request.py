@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from parity.case.case import Case
 from parity.case.validate import CheckedSize
 from parity.judge.limits import Table
+from parity.numerics.formats import Recasts
 from parity.passes.all_passes import Recalled, Tensors, run_candidate
 from parity.passes.prepare import Prepared
 from parity.result import Determinism, Finding, ModuleFormats, Result, Status
@@ -47,6 +48,7 @@ class CandidateRun:
         left_out: the message about TE modules that hold weights and did not run; empty if all did.
         summed: noise as large as the loss of sums over micro-batches in gradients that are held in 16 bits, since the
             rounding model makes only one pass.
+        recasts: by which scales attention's results were cast; empty if that is unknown.
         values: what it computed, in order, if its values were recorded.
         stages: its stages, once they were judged, by what they were judged with.
     """
@@ -70,6 +72,7 @@ class CandidateRun:
     equals: str = ""
     left_out: str = ""
     summed: Tensors = field(default_factory=dict)
+    recasts: Recasts = ()
     values: Sequence[Watched] | None = None
     stages: dict[Any, Stages] = field(default_factory=dict)
 

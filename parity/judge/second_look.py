@@ -13,9 +13,9 @@ from torch import Tensor
 from parity.judge.directions import PRESENT, Direction, found_by_filter, share_of
 from parity.judge.judge import NONE_DRAWN, Drawn
 from parity.judge.statistics import SMALLEST_SLICE, is_lost
-from parity.numerics.formats import Rounding
+from parity.numerics.formats import Recasts, Rounding
 from parity.numerics.freedom import FUSED, Freedom, KinkSides, Port
-from parity.numerics.kernel_choices import biased_kernels
+from parity.numerics.kernel_choices import RECAST_DOWN, RECAST_UP, as_scaled, biased_kernels
 from parity.passes.all_passes import Tensors, golden_tensors, run_model
 from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import Prepared, cast, cast_module
@@ -139,11 +139,15 @@ def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[T
     return [run_model(prepared, rounding, freedom) for freedom in Port(steps=port.steps).freedoms]
 
 
-def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
-    """Return the model's runs as the first kind of kernels, one for each way in which kernels may lean."""
+def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port, recasts: Recasts = ()) -> list[Tensors]:
+    """Return the model's runs as the first kind of kernels, one for each way in which kernels may lean.
+
+    If the port's scales are known, gradients that are cast twice lean as these say, and in no other way.
+    """
     first = port.freedoms[0]
-    freedoms = (dataclasses.replace(first, kernels=(name,)) for name in biased_kernels(rounding))
-    return [run_model(prepared, rounding, freedom) for freedom in freedoms]
+    names = [name for name in biased_kernels(rounding) if not recasts or name not in (RECAST_UP, RECAST_DOWN)]
+    runs = [run_model(prepared, rounding, dataclasses.replace(first, kernels=(name,))) for name in names]
+    return [*runs, run_model(prepared, as_scaled(rounding, recasts), first)] if recasts else runs
 
 
 def drawn_runs(prepared: Prepared, rounding: Rounding, count: int, port: Port = Port()) -> list[Tensors]:  # noqa: B008

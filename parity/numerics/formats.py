@@ -199,6 +199,10 @@ class Requantized:
         return getattr(self.then, "rotated", False)
 
 
+# Of each attention, in the order of the forward pass: the amaxes behind the two scales by which its results are cast.
+Recasts = tuple[tuple[float, float], ...]
+
+
 @dataclass(frozen=True)
 class Recast:
     """What is read of a result that one kernel casts by a scale, and the next one by another.
@@ -209,16 +213,35 @@ class Recast:
     Attributes:
         to_format: the format of both, with a scale a tensor.
         gain: what the result is multiplied by if it leans.
+        amaxes: what the scales come from, if it is known.
     """
 
     to_format: Quantized
     gain: float = 1.0
+    amaxes: Recasts = ()
 
     def __call__(self, x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
         """Return ``x`` rounded twice, in FP32."""
         amax = largest(x) if amax is None else amax
         once = self.to_format(x, dim, amax * math.sqrt(2.0))  # one grid's numbers lie between those of the other
         return self.to_format(once.clamp(-amax, amax), dim, amax).mul_(self.gain)
+
+    def as_leaning(self, x: Tensor, behind: int, dtype: torch.dtype) -> Recast:
+        """Return the cast of a result that leans as the known scales make it lean; the same cast if none are known.
+
+        Args:
+            x: the result.
+            behind: how many attentions lie behind this one.
+            dtype: what it is stored in between.
+        """
+        own = float(largest(x))
+        if not self.amaxes or not 0.0 < own < math.inf:
+            return self
+        first, second = self.amaxes[max(-1 - behind, -len(self.amaxes))]
+        x = x * 2.0 ** round(math.log2(first / own))  # a loss scale moves numbers and scales alike
+        once = self.to_format(x.clamp(-first, first), amax=x.new_tensor(first)).to(dtype).float()
+        twice = self.to_format(once.clamp(-second, second), amax=x.new_tensor(second))
+        return replace(self, gain=float((twice * once).sum() / once.square().sum()))
 
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

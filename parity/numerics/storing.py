@@ -24,6 +24,7 @@ from parity.numerics.formats import (
     Format,
     OperandPart,
     Part,
+    Recast,
     Role,
     Rounding,
     is_alike_both_ways,
@@ -90,6 +91,8 @@ class Storing:
         self._noise: torch.Generator | None = None
         self._stored = stored
         self._past, self._casts = past, 0
+        # How many attentions are behind the one whose gradients are computed, and whether some of its own are cast.
+        self._behind, self._has_recast = 0, False
         # By address: a result that attention has cast, the amax that its scale comes from, and by how much it leans.
         self.cast_results: dict[int, tuple[Tensor, Tensor, float]] = {}
 
@@ -122,10 +125,14 @@ class Storing:
         """
         to_format = getattr(self.rounding.attention, part) if "attention" in self.rounding.parts else None
         if part in ("context", "qkv_gradients"):  # results, which a GEMM has in FP32
+            if part == "qkv_gradients" and isinstance(to_format, Recast):
+                to_format, self._has_recast = to_format.as_leaning(x, self._behind, self.rounding.storage), True
             stored = self.store(x if to_format is None else self._cast_tensor(x, to_format, part))
             if to_format is not None:
                 self.cast_results[address(stored)] = stored, largest(x), to_format.gain
             return stored
+        if part == "score_gradients" and self._has_recast:  # the attention before the one whose results were cast
+            self._behind, self._has_recast = self._behind + 1, False
         if part not in ("probabilities", "score_gradients") or to_format is None:
             x = self.operand(x, "attention")
         if to_format is None:

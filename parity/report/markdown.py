@@ -594,10 +594,10 @@ def _tabulate_steps(curve: Curve) -> str:
         columns.update({"its own": curve.band.free, "low": curve.band.low, "high": curve.band.high})
     losses = zip(*columns.values(), strict=False)
     rows = [
-        (step.number, *(f"{loss:.6g}" for loss in some), short(step.margin))
+        (step.number, *(f"{loss:.6g}" for loss in some), short(step.margin), *filter(None, [step.precision]))
         for step, some in zip(steps, losses, strict=False)
     ]
-    return markdown_table(rows, ("step", *columns, "margin"))
+    return markdown_table(rows, ("step", *columns, "margin", *(["precision"] if steps[0].precision else [])))
 
 
 def drawn(curves: Sequence[Curve]) -> Figure:

@@ -95,6 +95,8 @@ class Step(_Part):
     golden: float | None
     """The reference's loss in FP64, with the candidate's weights and batch."""
     margin: float | None
+    precision: str
+    """The step's precision, if the training changes it; else empty."""
 
 
 class Verdict(_Part):
@@ -201,6 +203,7 @@ def describe_result(result: Result) -> Verdict:
                 loss=_as_json_number(one.loss),
                 golden=_as_json_number(one.golden),
                 margin=_as_json_number(one.margin),
+                precision=one.precision,
             )
             for one in result.steps
         ],

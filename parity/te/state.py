@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from parity.numerics.aten import NO_BACKWARD
+from parity.numerics.formats import Recasts
 from parity.shown import few_of
 from parity.te.recipes import derive_rounding, round_alike
 from parity.trace.whose import is_of_te, line_running
@@ -656,6 +657,11 @@ class Kept:
     scale: float
     weight: float | None
 
+    @property
+    def amax(self) -> float:
+        """Return the amax that the scale comes from."""
+        return self.slot.largest / self.scale
+
 
 def kept(
     module: nn.Module, quantized_from: Callable[[str], Tensor | None] | None = None
@@ -677,3 +683,35 @@ def kept(
         (one.module, one.place): Kept(one, one.history.detach().cpu().clone(), float(one.scale), largest(one))
         for one in slots(module)
     }
+
+
+_NEARLY_SAME = 0.5  # in powers of two: RoPE turns two numbers into one that is up to this much larger
+
+
+def recasts(scaling: Iterable[Kept]) -> Recasts:
+    """Return by which scales each attention casts the gradients of queries, keys and values, and the layer before them.
+
+    The first is that of ``META_DQKV`` (``pytorch/cpp_extensions/fused_attn.py`` of TE 2.20.2). The layer before it is
+    one of the two that TE's attention has beside it, the one with nearly the same amax. If none has, it reads what
+    attention has cast as it is, as with ``fp8_mha``.
+
+    Returns:
+        Nothing if that is unknown for some attention, such as one whose queries and keys come from layers of their own.
+    """
+    found = []
+    gradients = [one for one in scaling if one.slot.place[0] == "scaling_bwd" and one.slot.role == "output gradient"]
+    for own in gradients:
+        if own.slot.weights or own.slot.place[1] or not bool(own.history.any()):
+            continue
+        beside = [x for x in gradients if x.slot.weights and _is_beside(x.slot.module, own.slot.module)]
+        if not 0 < len(beside) <= 2 or not all(0.0 < x.scale < math.inf for x in (own, *beside)):
+            return ()
+        by_ratio = {abs(math.log2(x.amax / own.amax)): x.amax for x in beside if bool(x.history.any())}
+        least = min(by_ratio, default=math.inf)
+        found.append((own.amax, by_ratio[least] if least < _NEARLY_SAME else own.amax))
+    return tuple(found)
+
+
+def _is_beside(name: str, other: str) -> bool:
+    """Return whether two names are those of modules that one module holds."""
+    return name.rpartition(".")[0] == other.rpartition(".")[0]

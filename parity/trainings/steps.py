@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
@@ -32,13 +32,16 @@ from parity.case.training import (
 )
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import Constant, Copies, holds
+from parity.judge.candidate import TeModules
+from parity.numerics.formats import Role
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero, restored_buffers
 from parity.passes.prepare import Prepared, build, rounded_inputs
 from parity.ranks.layout import Parallel
-from parity.result import Switch, label_of
+from parity.result import ModuleFormats, Switch, label_of
 from parity.te import state
 from parity.te.attention_backend import NotOffered, te_variables
+from parity.te.seen_formats import SeenFormats
 from parity.te.state import Kept, checkpointed, kept, slots
 from parity.trainings import switches
 from parity.trainings.micro_batches import micro_batches
@@ -226,6 +229,8 @@ class Stepped:
         written: TE's parameters that something wrote to after the optimizer's step.
         strayed: how far TE's parameters are from what the map makes of the reference's, if the step has moved them
             away: from the copy of one, or from a constant.
+        formats: what each module of TE's computed in, if the pair asks for formats or changes its recipe.
+        roles: by module, the roles under which it asks a recipe for quantizers.
     """
 
     tensors: Tensors
@@ -242,6 +247,8 @@ class Stepped:
     buffers: Named = field(default_factory=dict)
     written: tuple[str, ...] = ()
     strayed: Named = field(default_factory=dict)
+    formats: tuple[ModuleFormats, ...] = ()
+    roles: Mapping[str, Collection[Role]] = field(default_factory=dict)
 
 
 Own = TypeVar("Own", bound="Trainee")
@@ -347,15 +354,21 @@ class Trainee:
         self._pair, self._shapes = pair, transfer.parameter_shapes(pair.reference)
         self.training = training = pair.training
         self._module = pair.candidate
-        self.moved_in_calls: set[str] = set()
-        autocast = partial(precision.autocast, kernels, group)
-        around = partial(_note_moved_buffers, pair.candidate, self.moved_in_calls, autocast)
+        self.moved_in_calls = moved_in_calls = set[str]()
         call = (
             checkpointed(kernels.te.checkpoint, pair.call_candidate) if switch == "recompute" else pair.call_candidate
         )
-        self._model = Model(
-            pair.candidate, call, training.loss, around, precision.new_recipe(), switches.cuda_of(kernels)
-        )
+
+        def model_under(precision: Precision) -> Model:
+            autocast = partial(precision.autocast, kernels, group)
+            around = partial(_note_moved_buffers, pair.candidate, moved_in_calls, autocast)
+            cuda = switches.cuda_of(kernels)
+            return Model(pair.candidate, call, training.loss, around, precision.new_recipe(), cuda)
+
+        self._model_under, self._model = model_under, model_under(precision)
+        self._watches_formats = switch != "compile" and bool(training.recipes or pair.formats)
+        if self._watches_formats:
+            TeModules().of(pair.candidate)
         self._in_micro_batches = switch == "micro-batches"
         if self._in_micro_batches and training.candidate_step is not None:
             raise UserError(
@@ -396,16 +409,22 @@ class Trainee:
         plain = plain_step(self.training.clip, split, self._between_ranks)
         return self._replayed or self.training.candidate_step or plain
 
-    def settle(self) -> None:
+    def change_recipe(self, precision: Precision, number: int) -> None:
+        """Make the step of this number and later ones under another recipe."""
+        self._model = self._model_under(precision)
+        self._warmup_passes = precision.warmup_passes
+        self.settle(self.batch(number))
+
+    def settle(self, batch: Prepared | Batch | None = None) -> None:
         """Let delayed scaling find scales like those of a training that has run for a while.
 
-        The first step is repeated without the optimizer.
+        A step on the batch, by default the first, is repeated without the optimizer.
         """
-
-        step = self._step_on(self._prepared)
+        given = batch or self._prepared
+        step = self._step_on(given)
 
         def once() -> None:
-            args, kwargs = as_arguments(_copy_as_leaves(self._prepared.inputs))
+            args, kwargs = as_arguments(_copy_as_leaves(given.inputs))
             with restored_buffers(self._module):
                 step(self._model, self.optimizer, *args, **kwargs)
             self._module.zero_grad(set_to_none=True)
@@ -582,7 +601,10 @@ class Trainee:
         self._model.calls.clear()
         is_own = self.training.candidate_step is not None
         watching = watched(self._module, self.optimizer, self._optimized, self._written, is_own)
-        with watching as seen, sums_in_16_bits(self._module) as lost:
+        formats = SeenFormats()
+        formats.of(self._module)
+        looking = formats.watched() if self._watches_formats else nullcontext()
+        with watching as seen, sums_in_16_bits(self._module) as lost, looking:
             loss = step(self._model, self.optimizer, *args, **kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -648,6 +670,8 @@ class Trainee:
                 for name, x in self._measure_map_deviations().items()
                 if not torch.allclose(x, astray[name], 0.0, _IN_FP64)
             },
+            formats.rows,
+            formats.roles,
         )
 
     def _measure_map_deviations(self) -> Named:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from parity.case.case import Case, Pair, Rng, Training, mixed
+from parity.case.formats import checked_recipes
 from parity.case.training import reference_optimizer
 from parity.case.transfer import counterparts
 from parity.case.validate import CheckedSize
@@ -37,6 +38,7 @@ from parity.comparison import (
     with_side_effect_notes,
     without_cause,
 )
+from parity.judge.formats import findings_of_formats
 from parity.judge.judge import thinned
 from parity.judge.limits import Table
 from parity.judge.request import CandidateRun, Request
@@ -49,9 +51,9 @@ from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Code, Finding, Result, Status, Step, Switch, as_printable, label_of_way
 from parity.shown import few_of
-from parity.te import Kernels, Precision, why_refused
+from parity.te import Kernels, Precision, precision_named, why_refused
 from parity.te.attention_backend import AttentionBackend, attention_backends
-from parity.te.state import fresh_caches, fresh_quantization, is_quantized
+from parity.te.state import fresh_caches, fresh_quantization, is_quantized, recasts
 from parity.trace.effects import undisturbed
 from parity.trainings.courses import BaselineTraining, PairedStep, of_reference, side_by_side
 from parity.trainings.gathered import NO_RANKS, ended
@@ -86,6 +88,7 @@ from parity.trainings.why_switched import (
     replay_explained,
     replay_frozen,
 )
+from parity.user_error import UserError
 
 _NOT_COMPILED = (
     "torch.compile compiles no part of this candidate, so there is nothing to compare: TransformerEngine excludes most "
@@ -261,7 +264,8 @@ def train_at(
         if graphs_compiled is not None and result.passed and not graphs_compiled():
             result = request.result("skipped", reason=_NOT_COMPILED)
     result = as_printable(with_side_effect_notes(result, disturbed))
-    return dataclasses.replace(result, ranks=made.label if made else "", seconds=time.perf_counter() - began)
+    ranks, seconds = made.label if made else "", time.perf_counter() - began
+    return dataclasses.replace(result, precision=precision.name, ranks=ranks, seconds=seconds)
 
 
 def _train_and_judge(
@@ -284,7 +288,12 @@ def _train_and_judge(
         replay = _make_replay(prepared, trainee.training)
         run = _Run(request, checked, steps, switch, diagnosis, trainee, without, replay, begun=trainee.buffers)
         run.notes += without.notes if without else []
+        recipes = checked_recipes(trainee.training.recipes)
+        if recipes and (switch in ("graph", "compile", "offload") or made is not None):
+            raise UserError("a training that changes recipes runs in one process, without graph, compile or offload")
         for number in range(1, steps + 1):
+            if number in recipes:
+                _change_recipe(run, number, precision_named(recipes[number]))
             weights, run.buffers = run.trainee.weights, _find_changed_buffers(run, prepared)
             held = run.trainee.quantized  # settling the scales may have changed these before step 1
             is_first = number == 1 and (not held or prepared.unlike)  # ``held`` would hide unlike weights
@@ -336,6 +345,30 @@ def _find_changed_buffers(run: _Run, before: Prepared) -> Buffers:
     given = counterparts(before.weights, changed, run.moved)
     given |= counterparts(before.weights, {name: changed[name] for name in by_step}, held)
     return Buffers(changed, {right: changed[own] for own, right in given.items()}, bool(by_step))
+
+
+def _change_recipe(run: _Run, number: int, precision: Precision) -> None:
+    """Let the candidate make the step of this number, and later ones, under another recipe.
+
+    Raises:
+        _Ended: if this machine cannot run it.
+        UserError: if it has another dtype, or the candidate holds quantized weights.
+    """
+    if precision.dtype is not run.request.precision.dtype:
+        raise UserError(
+            f"recipes of a training: step {number} has {precision.name}, whose dtype is not that of "
+            f"{run.request.precision.name}, so the weights would change; compare it with precisions of one dtype"
+        )
+    if held := list(run.trainee.quantized):
+        raise UserError(
+            f"recipes of a training: before step {number} the candidate holds {few_of(held)} quantized by the former "
+            "recipe; build the module without quantized_model_init, or do not change its recipe"
+        )
+    if unavailable := why_refused(precision, run.request.kernels):
+        raise _Ended(run.request.result("skipped", reason=unavailable))
+    run.request, run.amaxes = dataclasses.replace(run.request, precision=precision), {}
+    if isinstance(run.trainee, Trainee):
+        run.trainee.change_recipe(precision, number)
 
 
 def _offloads_nothing(trainee: Trainee | TraineeOverRanks) -> bool:
@@ -453,6 +486,8 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
         multiplied = {key: trainee.gradients_scale * amax if key[1] else amax for key, amax in multiplied.items()}
     if made.beside is not None and isinstance(trainee, Trainee) and made.beside.differing:
         return _with_differences(run, made, made.beside, trainee, judged)
+    if misformatted := _of_formats(run, stepped, prepared):
+        return dataclasses.replace(judged, findings=misformatted)
     if stepped.stale:
         return dataclasses.replace(judged, findings=(stale_transposes(made.number, stepped.stale),))
     hands_on = run.request.precision.rounding.attention.qkv is not None
@@ -461,6 +496,14 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
         return _with_cause(run, made, judged, scaled)
     wrong = scaled or _of_buffers(run, made) or _of_optimizer(run, stepped, prepared)
     return dataclasses.replace(judged, findings=(wrong,)) if wrong else judged
+
+
+def _of_formats(run: _Run, stepped: Stepped, prepared: Prepared) -> tuple[Finding, ...]:
+    """Return a finding if modules computed in other formats than the pair, or the step's recipe, asks for."""
+    precision = run.request.precision
+    formats = prepared.formats if precision.recipe is not None else {}
+    seen = stepped.formats if formats or run.trainee.training.recipes else ()
+    return findings_of_formats(seen, formats, precision, stepped.roles)
 
 
 def _with_differences(run: _Run, made: _Made, beside: PairedStep, trainee: Trainee, judged: Result) -> Result:
@@ -511,7 +554,8 @@ def _first_wrong(run: _Run, judged: Result) -> Result:
 
 
 def _candidate_run(stepped: Stepped) -> CandidateRun:
-    return CandidateRun(stepped.tensors, stepped.unreached, summed=stepped.summed)
+    scales = recasts(before for before, _ in stepped.scaling)
+    return CandidateRun(stepped.tensors, stepped.unreached, summed=stepped.summed, recasts=scales)
 
 
 def _new_trainee(resuming: ExitStack, *of: Any) -> Trainee:
@@ -594,7 +638,8 @@ def _note_step(run: _Run, number: int, judged: Result, prepared: Prepared, stepp
             run.worst[told.kind + name] = told
     loss = float(stepped.tensors["output", "output"])
     golden = float(prepared.golden.outputs["output"])
-    run.told.append(Step(number, loss, golden, judged.margin))
+    name = run.request.precision.name if run.trainee.training.recipes else ""
+    run.told.append(Step(number, loss, golden, judged.margin, name))
 
 
 def _add_gradients(total: Named, stepped: Stepped) -> None:

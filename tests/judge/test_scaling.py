@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.te.state import Kept, Slot
+from parity.te.state import Kept, Slot, recasts
 from parity.trainings.step_verdicts import _moved_on, wrong_scaling
 
 LARGEST = 448.0
@@ -104,3 +106,45 @@ def test_a_history_has_moved_on_by_as_many_places_as_it_still_fits_at(was, by, n
     fits = [n for n in range(1, len(was)) if torch.equal(now[: len(was) - n], was[n:])]
     expected = [n for n in fits if was[n:].any()] if was.any() else fits[:1]
     assert _moved_on(was, now) == expected
+
+
+# By which scales gradients of queries, keys and values are cast, once by attention and once by the layer before it.
+
+
+def gradient(module: str, amax: float, weights: tuple[str, ...] = ("w",), history: float = 1.0) -> Kept:
+    rows = torch.full((4,), history)
+    slot = Slot(module, ("scaling_bwd", 0), "output gradient", weights, rows, torch.tensor(0.0), None, LARGEST)
+    return Kept(slot, rows, LARGEST / amax, None)
+
+
+CORE = gradient("0.core", 2.0, weights=())
+QKV, PROJ, OTHER = gradient("0.qkv", 2.1), gradient("0.proj", 0.3), gradient("mlp", 2.0)
+UNUSED = gradient("0.qkv", LARGEST, history=0.0)
+SECOND = [gradient("1.core", 4.0, weights=()), gradient("1.qkv", 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ([QKV, CORE, PROJ, OTHER], [(2.0, 2.1)]),
+        ([UNUSED, CORE, PROJ], [(2.0, 2.0)]),
+        ([QKV, gradient("0.k", 2.0), CORE, PROJ], []),
+        ([CORE], []),
+        ([gradient("0.qkv", math.inf), CORE, PROJ], []),
+        ([QKV, PROJ, OTHER], []),
+        ([QKV, CORE, PROJ, *SECOND], [(2.0, 2.1), (4.0, 3.0)]),
+        ([QKV, CORE, PROJ, SECOND[0]], []),
+    ],
+    ids=[
+        "TE's attention",
+        "hands on FP8",
+        "layers of their own",
+        "alone",
+        "no scale",
+        "none",
+        "two",
+        "one of two alone",
+    ],
+)
+def test_both_scales_are_known_if_the_layer_before_attention_is(scaling: list[Kept], expected: list[Any]) -> None:
+    assert list(recasts(scaling)) == [pytest.approx(pair) for pair in expected]

@@ -440,6 +440,14 @@ def test_nothing_is_granted(error, why):
     assert granted_to(error) is None, why
 
 
+def test_a_lean_against_one_that_candidate_and_model_share_is_taken_out():
+    """Clipped numbers make both smaller by 0.6 of the change, so the error without the granted part is larger."""
+    base = BASE - 0.6 * CHANGE
+    found = allow_for_kernels(CachedTensor(base + 0.7 * CHANGE), CachedTensor(base), [CachedTensor(base + CHANGE)])
+    assert found is not None
+    torch.testing.assert_close(found.left.values, base)
+
+
 def test_mistake_elsewhere_stays_whole():
     found = granted_to(BASE + CHANGE + ELSEWHERE)
     assert found is not None

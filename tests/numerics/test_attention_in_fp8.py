@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parity.numerics.formats import AttentionFormats, Recast, Rounding, e4m3, e4m3_blocks, e5m2, largest
 from parity.numerics.freedom import FUSED
-from parity.numerics.kernel_choices import RECAST_DOWN, RECAST_UP, biased_kernels
+from parity.numerics.kernel_choices import RECAST_DOWN, RECAST_UP, as_scaled, biased_kernels
 from parity.numerics.rounding import rounded
 from parity.reference import CoreAttention
 
@@ -104,6 +104,31 @@ def test_delayed_scales_may_make_all_gradients_too_large_or_too_small() -> None:
     for right, larger, smaller in zip(usual[1:], up[1:], down[1:], strict=True):
         assert torch.allclose(larger, right * (1 + 1 / 16), rtol=0.01)
         assert torch.allclose(smaller, right * (1 - 1 / 16), rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("second", "gain"), [(1.0, 1.0), (1.04, 1.04), (0.96, 0.96), (2.0, 1.0)], ids=["same", "larger", "smaller", "twice"]
+)
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**12])
+def test_known_scales_say_by_how_much_gradients_lean(second: float, gain: float, loss_scale: float) -> None:
+    """A grid that is 4 % coarser has its numbers next to the other's, so that each becomes 4 % larger."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    first = float(largest(x))
+    known = Recast(e5m2, amaxes=((first, first * second),))
+    assert known.as_leaning(loss_scale * x, 0, torch.float32).gain == pytest.approx(gain, abs=2e-3)
+    assert Recast(e5m2).as_leaning(x, 0, torch.float32) == Recast(e5m2)
+
+
+def test_each_attention_leans_by_its_own_scales() -> None:
+    def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        between = written_out(query, key, value).view(BATCH, SEQ, HEADS, DIM)
+        return written_out(query, key, between)
+
+    only_gradients = Rounding(torch.float32, attention=AttentionFormats(qkv_gradients=Recast(e5m2)))
+    usual = passed(only_gradients, twice)[-1]  # of the first attention's values, through the second's
+    for scales, gain in ((((1.0, 1.04), (1.0, 1.0)), 1.04), (((1.0, 1.0), (1.0, 0.96)), 0.96)):
+        leaning = passed(as_scaled(only_gradients, scales), twice)[-1]
+        assert torch.allclose(leaning, gain * usual, rtol=5e-3, atol=1e-3 * float(usual.abs().max())), scales
 
 
 def test_blocks_lie_along_the_dimension_that_a_product_sums_over() -> None:

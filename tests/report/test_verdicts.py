@@ -55,7 +55,9 @@ def test_a_number_that_json_lacks_is_null(number: float) -> None:
     result = fakes.result(margin=math.inf, steps=(Step(1, number, 0.5, number),))
     text = of(result).model_dump_json()
     assert json.loads(text)["verdicts"][0]["margin"] is None
-    assert json.loads(text)["verdicts"][0]["steps"] == [{"number": 1, "loss": None, "golden": 0.5, "margin": None}]
+    assert json.loads(text)["verdicts"][0]["steps"] == [
+        {"number": 1, "loss": None, "golden": 0.5, "margin": None, "precision": ""}
+    ]
     assert Verdicts.model_validate_json(text).verdicts[0].margin is None
 
 
