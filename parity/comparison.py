@@ -33,7 +33,7 @@ from parity.judge.judge import (
     zeroed_gradients,
 )
 from parity.judge.limits import Table
-from parity.judge.pictures import log_prob_outputs, pictured
+from parity.judge.pictures import are_log_probs_of, log_prob_outputs, pictured
 from parity.judge.request import CandidateRun, OnProgress, Request, ignore_progress, run_again, unchanged
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.judge.unshown import unshown_mistakes
@@ -695,6 +695,9 @@ def _rejudge_tensors(comparison: Comparison, judge_by: Callable[..., tuple[Tenso
     request, models, first_look = comparison.request, comparison.models, comparison.tensors
     rounding, dtype = request.precision.rounding, request.precision.dtype
     port = observe_port(request, comparison.prepared)
+    log_probs = [comparison.candidate.tensors["output", name] for name in comparison.log_probs]
+    if dtype.itemsize == 2 and any(are_log_probs_of(one, dtype) for one in log_probs):
+        port = replace(port, plain=())  # whoever returns these in FP32 means to take them in FP32
     prepared = replace(comparison.prepared, made=port.choices)
     if port.steps is not None and not comparison.passed:
         models = [run_model(prepared, rounding, one) for one in Port(steps=port.steps).freedoms]

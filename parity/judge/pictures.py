@@ -243,6 +243,14 @@ def log_prob_outputs(prepared: Prepared) -> tuple[str, ...]:
     return prepared.cache.get("log probs", names)
 
 
+_FEWEST_LOG_PROBS = 4  # the chance that this many have only 16 bits each is one in 2**64
+
+
+def are_log_probs_of(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether log-probabilities that are returned in FP32 were taken in fewer bits."""
+    return x.dtype is torch.float32 and x.numel() >= _FEWEST_LOG_PROBS and torch.equal(x.to(dtype).to(x.dtype), x)
+
+
 def _has_one_sign(x: Tensor) -> bool:
     """Return whether numbers are all negative or all positive except for rounding, as log-probabilities are."""
     return bool((x < _ROUNDING).all()) or bool((x > -_ROUNDING).all())

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.case.transfer import parameter_shapes
 from parity.case.weight_map import Side, describe, names, pack, shape_of, unpack
+from parity.judge.pictures import are_log_probs_of
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
 from parity.mistakes.losses import log_softmaxes, returned_log_probs
@@ -46,7 +47,6 @@ _UNSTORED = 2.0
 """Outputs that are not rounded to the dtype they are stored in may leave this many times as much."""
 
 _MANY = 64
-_FEWEST_LOG_PROBS = 4  # the chance that this many have only 16 bits each is one in 2**64
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ def log_prob_findings(failure: Failure, trace: Trace) -> Iterator[Finding]:
     largest_terms = torch.stack([torch.stack((x.abs().amax(), x.logsumexp(-1).abs().amax())) for x in logits]).amax(0)
     for result in failure.outputs:
         candidate, golden = failure.candidate[result.key], failure.golden[result.key]
-        if result.passed or result.name not in names or candidate.dtype is not torch.float32:
+        if result.passed or result.name not in names:
             continue
         for dtype in (torch.bfloat16, torch.float16):
             steps = spacing(candidate.double(), dtype) + spacing(largest_terms.double(), dtype).sum()
             is_rounding = (candidate - golden).abs() <= 0.5 * steps + result.tolerance_max_abs
-            if candidate.numel() >= _FEWEST_LOG_PROBS and _is_held_in(candidate, dtype) and bool(is_rounding.all()):
+            if are_log_probs_of(candidate, dtype) and bool(is_rounding.all()):
                 name = str(dtype).removeprefix("torch.")
                 yield repairable(
                     "log-softmax-precision",
@@ -139,10 +139,6 @@ def log_prob_findings(failure: Failure, trace: Trace) -> Iterator[Finding]:
                     "take log-probabilities in FP32, with logits.float().log_softmax(-1)",
                 )
                 return
-
-
-def _is_held_in(x: Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(x.to(dtype).to(x.dtype), x)
 
 
 def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypothesis]:

@@ -125,7 +125,7 @@ class Layers(nn.Module):
 
 
 def judged(precision: str, *changes: Change, hook: Change | None = None, seeds: int = SEEDS) -> list[Result]:
-    @parity.pair("layers", sizes=[{}])
+    @parity.pair("layers_over_seeds", sizes=[{}])
     def layers(te: Any) -> parity.Pair:
         plain, port = Layers(nn.Linear), Layers(te.Linear, *changes)
         if hook is not None:

@@ -400,6 +400,26 @@ def test_a_port_in_evaluation_may_round_in_each_of_its_own_lines(parts):
     assert result.status == "passed", result.reason
 
 
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_log_probabilities_that_are_returned_in_fp32_may_not_be_rounded_to_16_bits(evaluation):
+    def log_probs(logits, ids):
+        return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0].float()
+
+    def factory(te):
+        return parity.Pair(
+            nn.Linear(WIDTH, 96, bias=False),
+            te.Linear(WIDTH, 96, bias=False),
+            inputs=lambda rng: (rng.normal(4, 32, WIDTH), rng.integers(4, 32, high=96)),
+            weights={"weight": "weight"},
+            call_reference=lambda module, x, ids: log_probs(module(x).float(), ids),
+            call_candidate=lambda module, x, ids: log_probs(module(x), ids),
+            evaluation=evaluation,
+        )
+
+    (result,) = parity.compare(parity.Case("log_probs", factory, sizes=({},)), ["bf16"])
+    assert [finding.title for finding in result.findings] == ["log-softmax-precision"]
+
+
 class Function(nn.Module):
     def __init__(self, function) -> None:
         super().__init__()
