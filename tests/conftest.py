@@ -78,8 +78,8 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def forgets_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Forget the pairs and modules of files that the test wrote: another test may give its own the same names."""
+def forgets_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget the pairs of the test and of files that it wrote, and their modules: others may have the same names."""
     before = set(sys.modules)
     declared = _list_declared()
     yield
@@ -88,7 +88,7 @@ def forgets_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if written in Path(getattr(sys.modules[name], "__file__", None) or "").parents:
             del sys.modules[name]
     now = _list_declared()
-    kept = [case for case in now if case in declared or written not in case.path.parents]
+    kept = [x for x in now if x in declared or not (x.path == request.path or written in x.path.parents)]
     if len(kept) < len(now):
         sys.modules["parity.case.registry"].restore(kept)
 
