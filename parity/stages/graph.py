@@ -156,6 +156,8 @@ def find_rows_read(prepared: Prepared, graph: Graph) -> None:
         tensors = {number: x for number, x in tensors.items() if x.requires_grad and x.dim() > 1}
         outputs = [(again.trace.tensor(value), prepared.cotangents[name]) for name, value in again.outputs.items()]
         outputs = [(x, gradient) for x, gradient in outputs if x.requires_grad]
+        if not outputs:  # a reference in evaluation may switch gradients off itself
+            return
         gradients = torch.autograd.grad(
             [x for x, _ in outputs],
             list(tensors.values()),

@@ -105,7 +105,7 @@ def _watch_and_judge(request: Request, prepared: Prepared, freedoms: Sequence[Fr
     outputs = {name: x for (kind, name), x in candidate.items() if kind == "output"}
     judge = partial(_match_and_judge, request, prepared, freedoms, graph, seen, candidate, rows, outputs)
     found = judge()
-    if found.flagged and not prepared.evaluation:
+    if found.flagged:
         held = dict(graph.read)
         find_rows_read(prepared, graph)
         again = judge() if graph.read.keys() - held.keys() else found

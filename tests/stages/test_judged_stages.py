@@ -71,7 +71,7 @@ def test_no_stage_of_a_right_port_is_flagged(host: str, precision: str):
     assert [(one.stage.end, one.ratio, one.gain) for one in stages.flagged] == []
 
 
-@pytest.mark.parametrize("host", ["gpt_layer", "llama_layer"])
+@pytest.mark.parametrize("host", ["gpt_layer", "llama_layer", "encoder_with_padding_zeroed"])
 def test_no_stage_of_a_right_port_is_flagged_in_evaluation(host: str):
     """TE calls its kernels in the open then, and a layer whose bias is added later hands it out beside its result."""
     case = RIGHT[host]
