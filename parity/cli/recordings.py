@@ -63,8 +63,8 @@ def judge(
     if not reference:
         raise UserError("name what the model should compute: --reference my_pairs.py::my_model")
     case, checked, kernels = load_pair(reference, size, backend)
-    groups = group_ranks(passes, find_degrees(passes[0].index, case, kernels, checked.size))
-    judged = [judge_pass(group, case, checked, kernels, precision, seconds) for group in groups]
+    made = find_degrees(passes[0].index, case, kernels, checked.size)
+    judged = [judge_pass(one, made, case, checked, kernels, precision, seconds) for one in group_ranks(passes, made)]
     for one in judged:
         print(shown.text("\n".join(_list_verdict(one))))
     wrong = sum(not one.result.passed for one in judged)
@@ -155,8 +155,11 @@ def bisect(first: Path, second: Path, reference: str, size: str, backend: str) -
     pairs = list(_match_passes(known[first], known[second], first, second))
     _print_environments(pairs[0][0].index.environment, pairs[0][1].index.environment, first.name, second.name)
     pair = load_pair(reference, size, backend) if reference else None
-    made = find_degrees(pairs[0][0].index, pair[0], pair[2], pair[1].size) if pair else Degrees()
-    groups = {path: group_ranks(passes, made) for path, passes in known.items()}
+    made: dict[Path, Degrees] = {}
+    if pair is not None:
+        case, checked, kernels = pair
+        made = {path: find_degrees(some[0].index, case, kernels, checked.size) for path, some in known.items()}
+    groups = {path: group_ranks(known[path], degrees) for path, degrees in made.items()}
     judged: dict[tuple[Path, int], JudgedPass] = {}  # each group once, however many ranks it has
     is_right = True
     for one, other in pairs:
@@ -166,7 +169,7 @@ def bisect(first: Path, second: Path, reference: str, size: str, backend: str) -
             for path, stored in ((first, one), (second, other)):
                 number = next(number for number, group in enumerate(groups[path]) if stored in group)
                 if (path, number) not in judged:
-                    judged[path, number] = judge_pass(groups[path][number], *pair)
+                    judged[path, number] = judge_pass(groups[path][number], made[path], *pair)
                 side = judged[path, number]
                 print(shown.text("\n".join(_list_side(path.name, side, found))))
                 is_right = is_right and side.result.passed

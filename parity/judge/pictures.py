@@ -15,7 +15,7 @@ from parity.judge.judge import worth_a_picture
 from parity.mistakes.losses import returned_log_probs
 from parity.numerics.errors import CachedTensor, Deviations, GoldenTensor, GoldenTensors, norm_of
 from parity.passes.all_passes import Tensors
-from parity.passes.prepare import Prepared, calls_of, size_in_bytes
+from parity.passes.prepare import Prepared, kept_calls
 from parity.result import Histogram, Picture, Profile, TensorResult
 
 PARTS, PARTS_OF_A_PASS = 64, 16  # parts of an axis, at most
@@ -237,8 +237,7 @@ def log_prob_outputs(prepared: Prepared) -> tuple[str, ...]:
         outputs = {name: x for name, x in prepared.golden.outputs.items() if x.dim() and _has_one_sign(x)}
         if not outputs:
             return ()
-        calls = prepared.cache.get("calls", lambda: calls_of(prepared), lambda one: size_in_bytes(one.trace.tensors))
-        return returned_log_probs(calls.trace, outputs)
+        return returned_log_probs(kept_calls(prepared).trace, outputs)
 
     return prepared.cache.get("log probs", names)
 

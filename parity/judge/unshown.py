@@ -18,17 +18,12 @@ from parity.mistakes import activations, attention_mistakes
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.replay import outputs_with
 from parity.numerics.errors import TINY, norm_of
-from parity.passes.prepare import Calls, Prepared, calls_of, size_in_bytes
+from parity.passes.prepare import Prepared, kept_calls
 from parity.trace.calls import mapped
 from parity.trace.trace import Call, Site, Trace, Value, edit
 
 _SHARE = 0.3  # of the standard deviation of rounding along one direction; limits are several of them
 _COMPARES = ("gt", "ge", "lt", "le")
-
-
-def recorded_calls(prepared: Prepared) -> Calls:
-    """Return the calls of golden's pass, which the cache holds until ``directions`` drops them."""
-    return prepared.cache.get("calls", lambda: calls_of(prepared), lambda one: size_in_bytes(one.trace.tensors))
 
 
 def unshown_mistakes(prepared: Prepared) -> tuple[Hypothesis, ...]:
@@ -37,7 +32,7 @@ def unshown_mistakes(prepared: Prepared) -> tuple[Hypothesis, ...]:
 
 
 def _find_unshown(prepared: Prepared) -> Sequence[Hypothesis]:
-    trace, tried, found = recorded_calls(prepared).trace, set[object](), dict[object, Hypothesis]()
+    trace, tried, found = kept_calls(prepared).trace, set[object](), dict[object, Hypothesis]()
     calls, least = {call.site: call for call in trace.calls}, _SHARE * torch.finfo(prepared.dtype).eps / 4
     for one in _list_bounds(trace):
         kind, place = but_for_its_number(one), (one.title, one.edits[0].site)

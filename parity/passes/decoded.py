@@ -46,11 +46,11 @@ def decoded_case(case: Case, checked: CheckedSize, kernels: Kernels) -> Case:
         seen = _watch_pass(pair, checked, kernels)
     for reason in _list_obstacles(pair, *seen):
         raise NotOffered(f"not decoded, since {reason}")
-    decode = partial(_decode, _choose_decoding(*seen))
+    decode = partial(_decode_tokens, _choose_decoding(*seen))
 
     def factory(te: ModuleType, **size: Any) -> Pair:
         declared = case.factory(te, **size)
-        return replace(declared, call_candidate=_through(declared, decode), evaluation=True)
+        return replace(declared, call_candidate=_route_call(declared, decode), evaluation=True)
 
     return replace(case, factory=factory, invariance=())
 
@@ -72,7 +72,7 @@ def _takes_cache(call: Call) -> bool:
     return _CACHE in inspect.signature(call).parameters
 
 
-def _through(pair: Pair, instead: Call) -> Call:
+def _route_call(pair: Pair, instead: Call) -> Call:
     """Return how to call the candidate as the pair does, but ``instead(call, module, ...)`` in place of one call.
 
     That is the call that may take a cache: the pair's ``call_candidate`` if it does, or else the candidate's own.
@@ -134,7 +134,7 @@ def _watch_pass(pair: Pair, checked: CheckedSize, kernels: Kernels) -> tuple[lis
         part.register_forward_pre_hook(note, with_kwargs=True)
     dtype = next((x.dtype for x in pair.candidate.parameters() if x.is_floating_point()), torch.float32)
     args, kwargs = as_arguments(cast(draw_inputs(pair, checked.size, Rng(0)), dtype, kernels.device))
-    _through(pair, watched)(pair.candidate, *args, **kwargs)
+    _route_call(pair, watched)(pair.candidate, *args, **kwargs)
     return called, attention
 
 
@@ -177,7 +177,7 @@ def _choose_decoding(called: list[_Called], attention: list[_Attention]) -> Deco
     return Decoding(heads, head_dim, prompt, "sbhd" if is_sequence_first else "bshd", head_dim_v=head_dim_v)
 
 
-def _decode(decoding: Decoding, call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _decode_tokens(decoding: Decoding, call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Decode what ``call`` would compute at once, with tokens and sequences in the order that it has."""
     given = _name_arguments(call, module, args, kwargs)
     x, _ = given.pop(next(iter(given))), given.pop(_CACHE, None)

@@ -78,7 +78,9 @@ def _fill_padding(prepared: Prepared) -> Iterator[Padding]:
     outputs = [(key, x) for key, x in golden.items() if key[0] == "output"]
     for mark, x in given.items():
         for hidden in (*hidden_tokens(x, given.values()), *_list_gaps(x, given.values())):
-            filled = {name: y for name, own in given.items() if name != mark and (y := _fill(own, hidden)) is not None}
+            filled = {
+                name: y for name, own in given.items() if name != mark and (y := _fill_rows(own, hidden)) is not None
+            }
             again = _run_reference(prepared, filled) if filled else None
             if again is None:
                 continue
@@ -109,7 +111,7 @@ def _is_kept(same: Tensor, kept: Tensor, output: Tensor) -> bool:
     return bool(same[counts].all()) and bool(output[counts].any())
 
 
-def _fill(x: Tensor, hidden: Tensor) -> Tensor | None:
+def _fill_rows(x: Tensor, hidden: Tensor) -> Tensor | None:
     """Return an input with garbage in its hidden rows; None if it has no such rows, or marks something itself."""
     rows = rows_in(hidden, x)
     if rows is None or x.dtype is torch.bool or bool(((x == 0) | (x == 1)).all()):

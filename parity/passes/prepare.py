@@ -488,6 +488,11 @@ def calls_of(prepared: Prepared) -> Calls:
     return calls[0]
 
 
+def kept_calls(prepared: Prepared) -> Calls:
+    """Return the same, which the cache holds until ``judge.directions`` takes them."""
+    return prepared.cache.get("calls", lambda: calls_of(prepared), lambda one: size_in_bytes(one.trace.tensors))
+
+
 class _Key(NamedTuple):
     case: Case
     checked: CheckedSize

@@ -22,8 +22,9 @@ from parity.judge.request import CandidateRun
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_outputs
 from parity.passes.prepare import prepare
+from parity.ranks.layout import Degrees
 from parity.recordings.folder import DELAYED, StoredPass, Unrecorded, key_of, unpacked
-from parity.recordings.joined import find_degrees, join_ranks
+from parity.recordings.joined import join_ranks
 from parity.result import Result
 from parity.shown import few_of
 from parity.stages.locate import Stages, judge_stages
@@ -54,6 +55,7 @@ class JudgedPass:
 
 def judge_pass(
     group: Sequence[StoredPass],
+    made: Degrees,
     case: Case,
     checked: CheckedSize,
     kernels: Kernels,
@@ -64,6 +66,7 @@ def judge_pass(
 
     Args:
         group: the pass, on each of the ranks that computed it together.
+        made: how many ranks there are along each axis, from ``find_degrees``.
         case: a pair whose reference is what the recorded model should compute, and whose map knows its parameters.
         checked: the size at which the pair has the recorded model's shapes.
         kernels: TE's kernels, on whose device the reference computes.
@@ -74,7 +77,6 @@ def judge_pass(
         UserError: if the pair does not fit the recording.
     """
     at = precision_named(precision or precision_of(group[0]))
-    made = find_degrees(group[0].index, case, kernels, checked.size)
     stored = join_ranks(group, made, lambda: case.build(kernels.te, checked.size), kernels, at)
     if DELAYED in stored.index.recipes.values() and stored.index.unscaled:
         raise UserError(

@@ -263,9 +263,9 @@ class Recorder:
         device = next(root.parameters()).device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         keeps = cache(partial(_is_inside, self._patterns, prefix))
-        watch = Watch({path: (_shorten(path, prefix),) for path, _ in root.named_parameters()}, keeps)
+        watch = Watch({path: (_strip_wrappers(path, prefix),) for path, _ in root.named_parameters()}, keeps)
         one = _Running(self._count, root, prefix, watch, autocast.removeprefix("torch."), root.training)
-        one.paths = {id(part): _shorten(path, prefix) for path, part in root.named_modules()}
+        one.paths = {id(part): _strip_wrappers(path, prefix) for path, part in root.named_modules()}
         self._keep_parameters(one)
         self._current = one
         # Hooks that came and went with each pass would change PyTorch's list of hooks while it goes through it.
@@ -304,7 +304,7 @@ class Recorder:
         for path, x in one.root.named_parameters():
             is_part = hasattr(x, "full_tensor") or hasattr(x, "_fsdp_flattened")
             if not is_part and x.is_leaf:
-                self._keep_parameter(one, _shorten(path, one.prefix), x)
+                self._keep_parameter(one, _strip_wrappers(path, one.prefix), x)
 
     def _keep_parameter(self, one: _Running, name: str, x: Tensor) -> None:
         if name in one.weights:
@@ -320,7 +320,7 @@ class Recorder:
         def begin(gradient: Tensor) -> None:
             if one is not None and one is not self._in_backward:
                 held = {path: getattr(x, "main_grad", None) for path, x in one.root.named_parameters()}
-                one.before = {_shorten(path, one.prefix): x.clone() for path, x in held.items() if x is not None}
+                one.before = {_strip_wrappers(path, one.prefix): x.clone() for path, x in held.items() if x is not None}
             self._in_backward = one
 
         for x in outputs.values():
@@ -356,7 +356,7 @@ class Recorder:
         values = self._add_values(one, tensors)
         tp, sequence_parallel, cp = count_ranks(one.root)
         marks = tensor_parallel_marks(one.root) if tp > 1 else {}
-        trained = {_shorten(name, one.prefix) for name, x in one.root.named_parameters() if x.requires_grad}
+        trained = {_strip_wrappers(name, one.prefix) for name, x in one.root.named_parameters() if x.requires_grad}
         reached = {name for name in trained if key_of("gradient of weight", name) in tensors}
         if trained and not reached and any(key.startswith("gradient of output") for key in tensors):
             one.notes.append("no gradient of a parameter was recorded")
@@ -384,7 +384,7 @@ class Recorder:
             tp=tp,
             sequence_parallel=sequence_parallel,
             cp=cp,
-            splits={_shorten(name, one.prefix): (over.dim, over.blocks) for name, over in marks.items()},
+            splits={_strip_wrappers(name, one.prefix): (over.dim, over.blocks) for name, over in marks.items()},
         )
         self.written.append(index.stem)
         self._writer.put(index, tensors)
@@ -432,7 +432,7 @@ def _find_inner_outputs(outputs: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 def _is_inside(patterns: Sequence[str], prefix: str, path: str) -> bool:
     """Return whether a submodule, or one that it is in, has a path of these patterns."""
-    parts = _shorten(path, prefix).split(".")
+    parts = _strip_wrappers(path, prefix).split(".")
     inside = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatchcase(one, pattern) for one in inside for pattern in patterns)
 
@@ -442,7 +442,7 @@ def _prefix_of(root: nn.Module) -> str:
     return _WRAPPED if names and all(name.startswith(_WRAPPED) for name in names) else ""
 
 
-def _shorten(path: str, prefix: str) -> str:
+def _strip_wrappers(path: str, prefix: str) -> str:
     """Return the path of a submodule or parameter in the model itself, without what wrappers add to it."""
     return f"{path}.".removeprefix(prefix).replace(_FSDP1, "").removesuffix(".")
 
@@ -450,11 +450,11 @@ def _shorten(path: str, prefix: str) -> str:
 def _describe_value(one: Watched, prefix: str) -> RecordedValue:
     return RecordedValue(
         one.name,
-        _shorten(one.module, prefix),
+        _strip_wrappers(one.module, prefix),
         tuple(sorted(one.lineage)),
         one.from_input,
         tuple(parent.order for parent in one.parents),
-        tuple(_shorten(name, prefix) for name in one.weights),
+        tuple(_strip_wrappers(name, prefix) for name in one.weights),
         one.is_result,
         one.gradient is not None,
     )

@@ -24,11 +24,11 @@ from parity.passes.padding import hidden_tokens, rows_in
 from parity.result import Finding, Kind, TensorResult
 from parity.search.failure import Failure
 from parity.shown import written
+from parity.te.attention_backend import attention_modules
 from parity.te.state import own_recipes
 from parity.trace.digests import switched_off
 from parity.trace.effects import other_numbers
 from parity.trace.trace import grouped
-from parity.trace.whose import is_of_te
 
 if TYPE_CHECKING:
     from parity.te import Precision
@@ -321,9 +321,8 @@ def _is_left_out(failure: Failure, hidden: Tensor) -> bool:
             found.extend(bool(one.reshape(-1, *hidden.shape)[:, hidden].all()) for one in layouts)
 
     def watch(module: nn.Module) -> None:
-        for one in module.modules():
-            if type(one).__name__ == "DotProductAttention" and is_of_te(type(one)):
-                one.register_forward_hook(look)
+        for one in attention_modules(module):
+            one.register_forward_hook(look)
 
     failure.rerun(watch)
     return any(found)

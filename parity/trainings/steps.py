@@ -365,7 +365,8 @@ class Trainee:
             cuda = switches.cuda_of(kernels)
             return Model(pair.candidate, call, training.loss, around, precision.new_recipe(), cuda)
 
-        self._model_under, self._model = model_under, model_under(precision)
+        self._model_under = model_under
+        self._use_precision(precision)
         self._watches_formats = switch != "compile" and bool(training.recipes or pair.formats)
         if self._watches_formats:
             TeModules().of(pair.candidate)
@@ -399,6 +400,9 @@ class Trainee:
         # Only the followed elements are stepped again, unless the optimizer steps whole matrices.
         self._are_whole = self._follows_all or not steps_elements(pair.reference, reference_optimizer(training))
         self._places = {name: followed_places(name, shape, self._are_whole) for name, shape in self._shapes.items()}
+
+    def _use_precision(self, precision: Precision) -> None:
+        self._model = self._model_under(precision)
         self._warmup_passes = precision.warmup_passes
         self._is_quantized = precision.recipe is not None
 
@@ -411,8 +415,7 @@ class Trainee:
 
     def change_recipe(self, precision: Precision, number: int) -> None:
         """Make the step of this number and later ones under another recipe."""
-        self._model = self._model_under(precision)
-        self._warmup_passes = precision.warmup_passes
+        self._use_precision(precision)
         self.settle(self.batch(number))
 
     def settle(self, batch: Prepared | Batch | None = None) -> None:
@@ -602,8 +605,10 @@ class Trainee:
         is_own = self.training.candidate_step is not None
         watching = watched(self._module, self.optimizer, self._optimized, self._written, is_own)
         formats = SeenFormats()
-        formats.of(self._module)
-        looking = formats.watched() if self._watches_formats else nullcontext()
+        looking: AbstractContextManager[None] = nullcontext()
+        if self._watches_formats:
+            formats.of(self._module)
+            looking = formats.watched()
         with watching as seen, sums_in_16_bits(self._module) as lost, looking:
             loss = step(self._model, self.optimizer, *args, **kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:

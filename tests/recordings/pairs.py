@@ -29,23 +29,28 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
 
 
+def attention_of(te: ModuleType, **options: Any) -> nn.Module:
+    return te.MultiheadAttention(
+        WIDTH,
+        HEADS,
+        qkv_format="bshd",
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        attention_dropout=0.0,
+        input_layernorm=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-5,
+        **options,
+    )
+
+
 class Port(nn.Module):
     """The same block of TE's modules; ``mistake`` is one of ``MISTAKES``."""
 
     def __init__(self, te: ModuleType, mistake: str = "") -> None:
         super().__init__()
         self.mistake = mistake
-        self.attn = te.MultiheadAttention(
-            WIDTH,
-            HEADS,
-            qkv_format="bshd",
-            fuse_qkv_params=True,
-            qkv_weight_interleaved=False,
-            attention_dropout=0.0,
-            input_layernorm=True,
-            normalization="RMSNorm",
-            layernorm_epsilon=1e-5,
-        )
+        self.attn = attention_of(te)
         self.norm = te.RMSNorm(WIDTH, eps=1e-5)
         self.up, self.down = te.Linear(WIDTH, 4 * WIDTH), te.Linear(4 * WIDTH, WIDTH)
 
@@ -236,18 +241,7 @@ class Sparse(nn.Module):
     def __init__(self, te: ModuleType, ranks: Any, mistake: str = "", takes_whole: bool = False) -> None:
         super().__init__()
         self.ranks, self.mistake, self.takes_whole = ranks, mistake, takes_whole
-        self.attn = te.MultiheadAttention(
-            WIDTH,
-            HEADS,
-            qkv_format="bshd",
-            fuse_qkv_params=True,
-            qkv_weight_interleaved=False,
-            attention_dropout=0.0,
-            attn_mask_type="causal",
-            input_layernorm=True,
-            normalization="RMSNorm",
-            layernorm_epsilon=1e-5,
-        )
+        self.attn = attention_of(te, attn_mask_type="causal")
         if ranks.cp.size > 1:
             self.attn.set_context_parallel_group(ranks.cp.group, list(ranks.cp.ranks), ranks.stream(), "p2p")
         self.norm = te.RMSNorm(WIDTH, eps=1e-5)

@@ -22,6 +22,7 @@ from parity.cli import app
 from parity.ranks.launch import launch
 from parity.recordings import folder
 from parity.recordings.folder import StoredPass
+from parity.recordings.joined import find_degrees
 from parity.recordings.judged import JudgedPass, judge_pass
 from tests.recordings import pairs
 
@@ -67,7 +68,9 @@ def train(
 
 def judge(*group: StoredPass, pair: str = "model", size: int = 0) -> JudgedPass:
     case = registry.only(f"{FILE}::{pair}")
-    return judge_pass(group, case, check_case(case, KERNELS.te)[size], KERNELS)
+    checked = check_case(case, KERNELS.te)[size]
+    made = find_degrees(group[0].index, case, KERNELS, checked.size)
+    return judge_pass(group, made, case, checked, KERNELS)
 
 
 def is_right(one: JudgedPass) -> bool:
