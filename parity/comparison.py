@@ -72,7 +72,8 @@ from parity.passes.refusals import (
 )
 from parity.result import PROBED, REWEIGHED, Finding, Kind, Result, TensorResult, as_printable, label_of
 from parity.shown import few_of, raised, said
-from parity.stages.locate import Stages, allowed_ratio, judge_stages
+from parity.stages.judge import allowed_ratio
+from parity.stages.locate import Stages, judge_stages
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.devices import classify

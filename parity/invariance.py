@@ -39,7 +39,8 @@ from parity.result import Kind, Result, label_of
 from parity.search.located import describe_place
 from parity.settings import AXES
 from parity.shown import raised
-from parity.stages.locate import allowed_ratio, judge_stages
+from parity.stages.judge import allowed_ratio
+from parity.stages.locate import judge_stages
 from parity.te import why_refused
 from parity.te.recipes import REFUSED_SHAPES
 from parity.te.state import checkpointed

@@ -23,8 +23,8 @@ from parity.report.numbers import plural, short
 from parity.report.record import Item
 from parity.search.located import describe_end, describe_place
 from parity.shown import few_of
-from parity.stages.judge import Judged
-from parity.stages.locate import Stages, is_flagged
+from parity.stages.judge import Judged, is_flagged
+from parity.stages.locate import Stages
 from parity.user_error import UserError
 
 _MOST_TOLD = 8  # differences of outputs and gradients

@@ -21,8 +21,8 @@ from parity.plugin.options import parse_backend
 from parity.report.numbers import short
 from parity.result import StageResult
 from parity.search.located import describe_place, results_of_stages
-from parity.stages.judge import Judged
-from parity.stages.locate import Stages, is_flagged
+from parity.stages.judge import Judged, is_flagged
+from parity.stages.locate import Stages
 from parity.te import Kernels, Precision, precision_named
 from parity.trace.calls import Misfit
 from parity.trace.whose import users_line

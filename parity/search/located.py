@@ -16,8 +16,8 @@ from parity.passes.prepare import Prepared
 from parity.result import Finding, StageResult
 from parity.search.failure import Failure
 from parity.shown import few_of
-from parity.stages.judge import Judged, Stage
-from parity.stages.locate import Stages, is_flagged, judge_stages
+from parity.stages.judge import Judged, Stage, is_flagged
+from parity.stages.locate import Stages, judge_stages
 from parity.stages.suspects import Suspect, Suspicion
 from parity.trace.calls import Misfit
 from parity.trace.trace import LINEAR, Call, Site, grouped

@@ -15,8 +15,7 @@ from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.reads import Layers, Place, described, edits_at, is_activation, places
 from parity.search.failure import Budget
 from parity.search.located import Located
-from parity.stages.judge import Judged
-from parity.stages.locate import RATIO
+from parity.stages.judge import RATIO, Judged
 from parity.trace.trace import Trace, Value, back, grouped
 
 _Pairs = tuple[tuple[Place, Value], ...]

@@ -36,6 +36,13 @@ from parity.stages.watch import Watched
 from parity.trace.calls import edited, is_in_place, mapped, tensors_in
 from parity.trace.trace import Call, Edit, Site, Value
 
+RATIO = 1.5
+"""A stage with a larger error than this many times the expected one is flagged, unless it has so few numbers that this
+happens by chance."""
+
+GAIN = 10.0
+"""So is one whose error's share along the value is larger than this many standard deviations of rounding."""
+
 _LEAST = 0.4  # unit roundoffs; no stage is expected to be more precise, since its end is stored
 _CHANCE = 1e-6  # of the stages of right ports may be off by more than is allowed for
 _LEAST_IN_FP32 = 3e-6  # the same for a value that the candidate holds in FP32: sums of thousands of terms
@@ -99,6 +106,16 @@ class Judged:
     def ratio(self) -> float:
         """The error over the expected one."""
         return self.error / self.expected if self.expected else math.inf
+
+
+def is_flagged(one: Judged) -> bool:
+    """Return whether a stage's error is larger than rounding explains."""
+    return one.is_missing or not one.ratio <= max(RATIO, one.by_chance) or not abs(one.gain) <= GAIN
+
+
+def allowed_ratio(count: int) -> float:
+    """Return how many times as large a change of so many numbers may be as the one that explains it."""
+    return max(RATIO, ratio_by_chance(count))
 
 
 def judge_forward_and_backward(

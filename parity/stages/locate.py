@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,26 +16,15 @@ from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, run_candidate
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.prepare import Prepared
+from parity.stages.effects import find_harmless
 from parity.stages.graph import Graph, find_rows_read, traced_graph
-from parity.stages.judge import Judged, judge_forward_and_backward, ratio_by_chance
+from parity.stages.judge import Judged, is_flagged, judge_forward_and_backward
 from parity.stages.match import Match, Matcher
 from parity.stages.watch import Watch, Watched
 from parity.stages.weight_rows import WeightRows, weight_rows
 from parity.te.attention_backend import attention_backends
 from parity.te.devices import classify
 from parity.trace.calls import Misfit
-
-RATIO = 1.5
-"""A stage with a larger error than this many times the expected one is flagged, unless it has so few numbers that this
-happens by chance."""
-
-GAIN = 10.0
-"""So is one whose error's share along the value is larger than this many standard deviations of rounding."""
-
-
-def allowed_ratio(count: int) -> float:
-    """Return how many times as large a change of so many numbers may be as the one that explains it."""
-    return max(RATIO, ratio_by_chance(count))
 
 
 @dataclass(frozen=True)
@@ -64,11 +53,6 @@ class Stages:
     def count_flagged_values(self) -> int:
         """Return how many stages of the forward pass are flagged."""
         return sum(not one.stage.backward for one in self.flagged)
-
-
-def is_flagged(one: Judged) -> bool:
-    """Return whether a stage's error is larger than rounding explains."""
-    return one.is_missing or not one.ratio <= max(RATIO, one.by_chance) or not abs(one.gain) <= GAIN
 
 
 def judge_stages(request: Request, prepared: Prepared, freedoms: Sequence[Freedom] = (FUSED, UNFUSED)) -> Stages:
@@ -105,6 +89,9 @@ def _watch_and_judge(request: Request, prepared: Prepared, freedoms: Sequence[Fr
     outputs = {name: x for (kind, name), x in candidate.items() if kind == "output"}
     judge = partial(_match_and_judge, request, prepared, freedoms, graph, seen, candidate, rows, outputs)
     found = judge()
+    if harmless := find_harmless(graph, found.found, found.all):
+        again = judge(harmless)
+        found = again if len(again.flagged) < len(found.flagged) else found
     if found.flagged:
         held = dict(graph.read)
         find_rows_read(prepared, graph)
@@ -137,12 +124,14 @@ def _match_and_judge(
     candidate: Tensors,
     rows: Mapping[str, WeightRows],
     outputs: Mapping[str, Tensor],
+    harmless: Collection[int] = (),
 ) -> Stages:
     # An FP32 GEMM may multiply in TF32, whose roundoff is FP16's.
     stored = torch.float16 if prepared.dtype is torch.float32 else prepared.dtype
     matcher = Matcher(graph, torch.finfo(stored).eps / 2.0, rows, prepared.weights)
     with torch.no_grad():
         matcher.match(seen, outputs)
+    matched = {number: match for number, match in matcher.found.items() if number not in harmless}
     rounding = request.precision.rounding
-    judged = judge_forward_and_backward(prepared, graph, matcher.found, candidate, rounding, freedoms)
-    return Stages(tuple(judged), graph, matcher.found, tuple(matcher.unmatched))
+    judged = judge_forward_and_backward(prepared, graph, matched, candidate, rounding, freedoms)
+    return Stages(tuple(judged), graph, matched, tuple(matcher.unmatched))

@@ -22,8 +22,8 @@ from parity.numerics.golden import in_fp64
 from parity.passes.nominal_clock import Clock
 from parity.passes.prepare import Prepared
 from parity.stages.graph import Values, laid_out_as
-from parity.stages.judge import Judged, Stage
-from parity.stages.locate import RATIO, Stages, is_flagged
+from parity.stages.judge import RATIO, Judged, Stage, is_flagged
+from parity.stages.locate import Stages
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, Site, Value, grouped
 

@@ -23,7 +23,7 @@ import parity
 from parity import te
 from parity.cli import app
 from parity.recordings.dumps import find_files, judge_files
-from parity.stages.locate import is_flagged
+from parity.stages.judge import is_flagged
 from tests.recordings import pairs
 
 KERNELS = te.kernels("cpu")

@@ -23,9 +23,9 @@ from parity.judge.limits import packaged
 from parity.judge.request import Request
 from parity.mistakes.catalogue import hypotheses
 from parity.passes.prepare import prepare
-from parity.stages.judge import measure_error, ratio_by_chance
+from parity.stages.judge import GAIN, measure_error, ratio_by_chance
 from parity.stages.layouts import layouts
-from parity.stages.locate import GAIN, Stages, judge_stages
+from parity.stages.locate import Stages, judge_stages
 from parity.stages.suspects import Suspicion
 from parity.stages.token_rows import are_left_out, find_rows
 from parity.stages.weight_rows import weight_rows
@@ -124,6 +124,34 @@ def test_whoever_leans_less_than_roundings_that_lean_is_right(share: float, is_r
     stage = stages_of(RIGHT["conv1d_rows"]).all[0].stage
     judged = measure_error(stage, exact * (1.0 + share), exact, [exact * 1.02], 1e-4)
     assert (abs(judged.gain) <= GAIN) == is_right
+
+
+class Scored(nn.Module):
+    """Scores of queries and keys that are turned or scaled first, so that both may be changed and the scores not."""
+
+    def __init__(self, linear: Any, later: int = 0, scale: float = 1.0, queries_alone: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.out = (linear(64, 64) for _ in range(3))
+        self.later, self.scale, self.queries_alone = later, scale, queries_alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = (0, 1.0) if self.queries_alone else (self.later, 1.0 / self.scale)
+        q, k = self.turn(self.q(x), self.later, self.scale), self.turn(self.k(x), *keys)
+        return self.out((q @ k.mT / 8.0).softmax(-1) @ x)
+
+    def turn(self, x: Tensor, later: int, scale: float) -> Tensor:
+        angles = (torch.arange(x.shape[-2]) + later)[:, None] * 50.0 ** (-torch.arange(32) / 32.0)
+        cos, sin = (scale * part(torch.cat((angles, angles), -1)).to(x.dtype) for part in (torch.cos, torch.sin))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@pytest.mark.parametrize("queries_alone", [False, True], ids=["keys as well", "queries alone"])
+@pytest.mark.parametrize(("later", "scale"), [(1, 1.0), (2, 1.0), (0, 1.3)], ids=str)
+def test_a_departure_counts_if_it_changes_what_follows(later: int, scale: float, queries_alone: bool):
+    """The scores of keys and queries at later positions, or of one made longer and one shorter, are the same."""
+    port = twins(Scored, normal((2, 24, 64))).wrong("changed", later=later, scale=scale, queries_alone=queries_alone)
+    assert bool(stages_of(port.case).flagged) == queries_alone
 
 
 class MaskedLosses(nn.Module):

@@ -1,0 +1,76 @@
+"""Which departures change nothing that follows, such as queries and keys that are turned by the same angle more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from parity.stages.graph import Graph, Values
+from parity.stages.judge import RATIO, Judged, is_flagged, measure_error
+from parity.stages.match import Match
+from parity.trace.calls import Misfit
+
+
+def find_harmless(graph: Graph, found: Mapping[int, Match], judged: Sequence[Judged]) -> frozenset[int]:
+    """Return the matches between departures and the linear layers, or outputs, that follow, if these stay right.
+
+    The reference computes them from the candidate's values, and from its own with as much rounding as is expected
+    there. A departure that does no more than that is another way to the same numbers. One that is told by a lean alone
+    may hide below that noise, so nothing is said of it.
+
+    Args:
+        graph: the reference's.
+        found: the matches, by the number of the reference's value.
+        judged: all stages.
+
+    Returns:
+        The numbers of the values, none of which need to be what the reference's are; empty if a departure matters.
+    """
+    departed = {one.stage.number: one for one in judged if is_flagged(one) and not one.stage.backward}
+    ends = {number for number, match in found.items() if match.evidence in ("weights", "output")}
+    if not departed or any(one.ratio <= max(RATIO, one.by_chance) for one in departed.values()):
+        return frozenset()
+    between: dict[int, set[int]] = {}
+    for end in ends:
+        calls, _ = graph.between(found[end].value, ends)
+        inner = {value.number for call in calls for value in call.outputs} & found.keys() - ends
+        if inner & departed.keys():
+            between[end] = {
+                number
+                for number in inner
+                if number in departed or any(graph.is_above(found[one].value, found[number].value) for one in departed)
+            }
+    harmless = frozenset[int]().union(*between.values())
+    if departed.keys() <= harmless and not any(_is_changed(graph, found, departed, end, harmless) for end in between):
+        return harmless
+    return frozenset()
+
+
+def _is_changed(
+    graph: Graph, found: Mapping[int, Match], departed: Mapping[int, Judged], end: int, harmless: frozenset[int]
+) -> bool:
+    """Return whether the departures change a value by more than roundings at the same places do."""
+    given = {number: match.begin for number, match in found.items() if number != end and number not in harmless}
+    values = Values(graph, given)
+    rng = torch.Generator().manual_seed(0)
+    exact: dict[int, Tensor] = {}
+    rounded: dict[int, Tensor] = {}
+    for number, one in departed.items():
+        if one.exact is None:
+            return True
+        exact[number] = one.exact
+        # Uniform errors of this half-width have the norm that is expected.
+        errors = torch.rand(one.exact.shape, generator=rng, dtype=torch.float64).to(one.exact.device) * 2.0 - 1.0
+        rounded[number] = one.exact * (1.0 + errors * one.expected * 3.0**0.5)
+    mine = {number: found[number].end for number in departed}
+    try:
+        computed = [
+            values.assuming({found[number].value: x for number, x in each.items()}).get(found[end].value).double()
+            for each in (mine, exact, rounded)
+        ]
+    except Misfit:
+        return True
+    stage = next(iter(departed.values())).stage
+    return is_flagged(measure_error(stage, computed[0], computed[1], computed[2:], 0.0))
