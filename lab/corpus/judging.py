@@ -55,10 +55,10 @@ class Said:
 
 
 def said_of(one: Judgement) -> Said:
-    """Judge one port and, if asked, search for the cause without a time limit."""
+    """Judge one port, at its first size, and search for the cause, if asked, without a time limit."""
     kernels = te.kernels(one.backend)
     case = PORTS[one.row, one.host].case if one.row else RIGHT[one.host]
-    (checked,) = check_case(case, kernels.te)
+    checked = check_case(case, kernels.te)[0]
     judged = judge_at(case, checked, PRECISIONS[one.precision], one.seed, kernels, packaged())
     began = time.process_time()
     result = explain_at(judged, 0.0 if one.searched else None)

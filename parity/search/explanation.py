@@ -493,12 +493,6 @@ def _find_causes(
 
     doubted: list[Explanation] = []
 
-    def doubtful() -> Iterator[Finding]:
-        """Yield the findings of what explains everything, though the stages speak against it."""
-        unlikely = explanations(failure, by_place()[1], failure.budget(CHECKS_FOR_UNLIKELY), screened)
-        found = [*unlikely, *doubted]
-        yield from _told([one for one in found if one.complete], failure)
-
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),
         lambda: own_recipe_findings(failure),
@@ -528,12 +522,20 @@ def _find_causes(
         lambda: _of_other_operands(failure, trace, located, told),
         lambda: told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS))),
         lambda: told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS))),
-        doubtful,
+        lambda: _against_the_stages(failure, by_place()[1], doubted, screened),
         lambda: scale_findings(failure),
         lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
         lambda: partly_scaled_findings(failure) if failure.outputs_passed else (),
     ]
     return _first_found(causes, failure)
+
+
+def _against_the_stages(
+    failure: Failure, unlikely: Sequence[Hypothesis], doubted: Sequence[Explanation], screened: Screened
+) -> Iterator[Finding]:
+    """Yield the findings of what explains everything, though the stages speak against it."""
+    found = [*explanations(failure, unlikely, failure.budget(CHECKS_FOR_UNLIKELY), screened), *doubted]
+    yield from _told([one for one in found if one.complete], failure)
 
 
 def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], failure: Failure) -> list[Finding]:

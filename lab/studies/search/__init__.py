@@ -1,0 +1,1 @@
+"""Which ways of the search name the wrong ports of the corpus, and which ports only one of them names."""
