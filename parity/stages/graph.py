@@ -264,5 +264,10 @@ class Values:
 
 
 def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of a tensor whose elements lie in memory as another's do, so that the same views can be taken."""
+    """Return a copy of a tensor whose elements lie in memory as another's do, so that the same views can be taken.
+
+    An expert's tokens may be more or fewer in the candidate, since its router is off by roundings.
+    """
+    if x.numel() != like.numel():
+        return x.clone()
     return torch.empty_like(like, dtype=x.dtype, device=x.device).copy_(x.reshape(like.shape))

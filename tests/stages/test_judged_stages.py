@@ -154,6 +154,37 @@ def test_a_departure_counts_if_it_changes_what_follows(later: int, scale: float,
     assert bool(stages_of(port.case).flagged) == queries_alone
 
 
+class Experts(nn.Module):
+    """Experts in a loop, of which each token takes two; ``longer`` makes the result of one of them longer."""
+
+    def __init__(self, linear: Any, longer: bool = False) -> None:
+        super().__init__()
+        self.up, self.router = linear(64, 64), linear(64, 8)
+        self.experts = nn.ModuleList(linear(64, 64) for _ in range(8))
+        self.longer = longer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, at = torch.where(chosen == number)
+            result = expert(x[rows]) * (1.1 if self.longer and number == 3 else 1.0)
+            y = y.index_add(0, rows, result * weights[rows, at, None])
+        return y
+
+
+@pytest.mark.parametrize("longer", [False, True], ids=["right", "one expert's result is longer"])
+def test_a_router_that_is_off_by_roundings_gives_experts_other_tokens(longer: bool):
+    stages = stages_of(twins(Experts, normal((1024, 64))).wrong("gradient-scale", longer=longer).case)
+    shapes = [(one.end.shape, stages.graph.trace.tensor(one.value).shape) for one in stages.found.values()]
+    assert any(mine != theirs for mine, theirs in shapes)
+    forward = [one.stage for one in stages.flagged if not one.stage.backward]
+    assert bool(stages.flagged) == longer
+    assert len(forward) == longer
+    assert all("experts.3" in {call.module for call in one.calls} or one.end[2] == "index_add" for one in forward)
+
+
 class MaskedLosses(nn.Module):
     """A layer, the loss of the tokens that count, and the mean square of their logsumexp; ``reweighed`` is wrong."""
 
