@@ -344,7 +344,7 @@ class StageResult:
         end: where the stage ends, in words.
         backward: whether it computes a gradient.
         whole: the relative error of the value at its end against golden, with what earlier stages added; NaN for a
-            gradient.
+            gradient, and for an expert's tokens that golden gives to another one.
         added: the relative error that it adds.
         expected: the error that its roundings cost.
         gain: the added error's share along the value, in standard deviations of rounding.

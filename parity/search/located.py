@@ -110,13 +110,15 @@ def results_of_stages(stages: Stages) -> tuple[StageResult, ...]:
 
 
 def _measure_whole_error(stages: Stages, one: Judged) -> float:
-    """Return the error of a value against golden, which has what earlier stages added."""
+    """Return the error of a value against golden, which has what earlier stages added; NaN if this is not known."""
     match = stages.found[one.stage.number]
     golden = stages.graph.trace.tensor(match.value).double()
-    rows = stages.graph.read.get(match.value.number, torch.tensor(True))
     size = torch.linalg.vector_norm(golden).item()
-    apart = torch.linalg.vector_norm(torch.where(rows, match.end - golden, 0.0)).item()
-    return apart / size if size else math.nan
+    if not size or match.end.shape != golden.shape:  # an expert may have other tokens
+        return math.nan
+    rows = stages.graph.rows_read(match.value, golden)
+    apart = match.end - golden
+    return torch.linalg.vector_norm(apart if rows is None else torch.where(rows, apart, 0.0)).item() / size
 
 
 def _tell_suspect(one: Suspect, kinds: Mapping[str, Sequence[Suspect]]) -> Finding:

@@ -86,6 +86,14 @@ class Graph:
         """Return the parameters that a value is computed from, as bits."""
         return self._lineages.get(value.number, 0)
 
+    def rows_read(self, value: Value, x: Tensor) -> Tensor | None:
+        """Return which rows of a tensor, which has a value's place, are read; None for all.
+
+        An expert may have other tokens in the candidate, of which nothing is known.
+        """
+        rows = self.read.get(value.number)
+        return rows if rows is not None and rows.shape[:-1] == x.shape[:-1] else None
+
     def is_activation(self, value: Value) -> bool:
         """Return whether a value depends on a weight or an input, unlike tables and masks."""
         return bool(self.lineage(value)) or value.number in self._from_input

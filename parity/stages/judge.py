@@ -176,9 +176,13 @@ def _judge_end(
     is_wide = match.watched.tensor.dtype is torch.float32
     least = least_of(rounding, is_wide)
     models = [x.double() if is_wide else rounding.store_part(x.float()).double() for x in modelled]
-    rows = graph.read.get(match.value.number, torch.tensor(True))
-    mine, exact, *models = (torch.where(rows, x.double(), 0.0) for x in (match.end, exact, *models))
+    rows = graph.rows_read(match.value, exact)
+    mine, exact, *models = (_mask_unread(x.double(), rows) for x in (match.end, exact, *models))
     return replace(measure_error(stage, mine, exact, models, least), exact=exact)
+
+
+def _mask_unread(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else torch.where(rows, x, 0.0)  # padding may be anything, also NaN
 
 
 def least_of(rounding: Rounding, is_wide: bool = False) -> float:
@@ -431,7 +435,7 @@ class _Passes:
 
         def exchange(match: Match, x: Tensor) -> Tensor:
             ends[match.value.number] = x
-            held = self.graph.read.get(match.value.number)
+            held = self.graph.rows_read(match.value, x)
             begin = match.begin.to(x) if held is None else torch.where(held, match.begin.to(x), x.detach())
             begin = laid_out_as(begin, x.detach())
             if match.value.number not in cuts:

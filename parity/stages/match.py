@@ -162,7 +162,7 @@ class Matcher:
 
     def _take_match(self, one: Watched, hit: _Hit, evidence: Evidence) -> None:
         end = hit.tensor.double().clone()
-        rows = self._graph.read.get(hit.value.number)
+        rows = self._graph.rows_read(hit.value, end)
         if hit.held is not None:
             rows = hit.held if rows is None else rows & hit.held
             self._graph.read[hit.value.number] = rows
@@ -394,7 +394,7 @@ class Matcher:
 
     def _mask_unread(self, x: Tensor, y: Tensor, value: Value, held: Tensor | None) -> tuple[Tensor, Tensor]:
         x = x.double()
-        for mask in (self._graph.read.get(value.number), held):
+        for mask in (self._graph.rows_read(value, x), held):
             if mask is not None:
                 x, y = x * mask, y * mask
         return x, y

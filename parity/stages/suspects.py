@@ -371,8 +371,8 @@ class Suspicion:
         if x.shape != match.end.shape or not math.isfinite(norm) or norm == 0.0:
             return math.inf
         apart = match.end - x
-        read = (rows for rows in (self._graph.read, self._stages.rows_read) if end.number in rows)
-        masked = (torch.where(rows[end.number], apart, 0.0) for rows in read)
+        read = (known.get(end.number) for known in (self._graph.read, self._stages.rows_read))
+        masked = (torch.where(rows, apart, 0.0) for rows in read if rows is not None and len(rows) == len(apart))
         return min(torch.linalg.vector_norm(one).item() for one in (apart, *masked)) / norm
 
 

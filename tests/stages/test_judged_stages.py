@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from parity.judge.limits import packaged
 from parity.judge.request import Request
 from parity.mistakes.catalogue import hypotheses
 from parity.passes.prepare import prepare
+from parity.search.located import results_of_stages
 from parity.stages.judge import GAIN, measure_error, ratio_by_chance
 from parity.stages.layouts import layouts
 from parity.stages.locate import Stages, judge_stages
@@ -182,6 +184,9 @@ def test_a_router_that_is_off_by_roundings_gives_experts_other_tokens(longer: bo
     forward = [one.stage for one in stages.flagged if not one.stage.backward]
     assert bool(stages.flagged) == longer
     assert len(forward) == longer
+    whole = [one.whole for one in results_of_stages(stages) if not one.backward]
+    assert any(map(math.isnan, whole))  # golden has no such rows
+    assert not all(map(math.isnan, whole))
     assert all("experts.3" in {call.module for call in one.calls} or one.end[2] == "index_add" for one in forward)
 
 
