@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from te_on_cpu import EmulationError, cuda, extension, triton, versions
+from te_on_cpu import EmulationError, cuda, extension, linear_attention, triton, versions
 from te_on_cpu.graphs import recorded
 from te_on_cpu.loading import stand_ins
 from te_on_cpu.loading.words import STAND_INS, cuda_means_cpu
@@ -182,6 +182,8 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
             vars(module)["load_framework_extension"] = lambda framework: None
         elif module.__name__ == f"{_ROOT}.pytorch.graph":
             vars(module)["_graph_pool_handle"] = cuda.graph_pool_handle
+        elif module.__name__ == f"{_ROOT}.pytorch.attention.linear_attention.base":
+            vars(module)["_import_linear_attention_op"] = linear_attention.operation
 
 
 class _ExtensionLoader(importlib.abc.Loader):
