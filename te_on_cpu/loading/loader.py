@@ -115,7 +115,8 @@ def _write(file: Path, content: bytes) -> None:
 # ``torch.baddbmm``, ``torch.bmm``       ``stand_ins.baddbmm`` and ``bmm``      cuBLAS may add in 16 bits there
 # =====================================  =====================================  =======================================
 #
-# Functions of TE that launch Triton kernels are replaced after their module is loaded, see ``te_on_cpu/triton.py``.
+# Functions of TE that launch Triton kernels are replaced after their module is loaded, see ``te_on_cpu/triton.py``, and
+# so is the one that imports operations of cuDNN's Python frontend, see ``te_on_cpu/linear_attention.py``.
 
 
 _ROOT = "transformer_engine"
