@@ -238,7 +238,7 @@ def test_an_operation_of_cudnns_frontend_that_is_missing_is_named() -> None:
     te_on_cpu()
     from transformer_engine.pytorch.attention.linear_attention import base
 
-    with pytest.raises(ImportError, match="no counterpart to cudnn.linear_attention.ops.mamba2"):
+    with pytest.raises(ImportError, match=r"no counterpart to cudnn\.linear_attention\.ops\.mamba2"):
         base._import_linear_attention_op("mamba2", "Mamba-2")
 
 
