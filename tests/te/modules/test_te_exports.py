@@ -243,11 +243,6 @@ def test_an_operation_of_cudnns_frontend_that_is_missing_is_named() -> None:
 
 
 @FROM_2_20
-def test_the_fused_mla_projection_is_for_blackwells_cudnn_alone() -> None:
-    assert not te_on_cpu().FusedMLAQUpProjRopeQuant.is_supported()
-
-
-@FROM_2_20
 @pytest.mark.usefixtures("one_process")
 def test_newton_schulz_needs_nccl() -> None:
     with pytest.raises(RuntimeError, match="NCCL"):
