@@ -335,7 +335,7 @@ class _Operation(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-def _compute_all(
+def _compute_output_and_state(
     compute: _Compute,
     dtype: torch.dtype,
     cu_seqlens: Tensor,
@@ -353,7 +353,7 @@ def _compute_all(
     return output.to(dtype), final
 
 
-_forward = recorded(_compute_all)
+_forward = recorded(_compute_output_and_state)
 
 
 @recorded
@@ -371,7 +371,7 @@ def _backward(
         each.requires_grad_() for each, is_one in zip(leaves, is_wanted[3:], strict=True) if each is not None and is_one
     ]
     with torch.enable_grad():
-        results = _compute_all(compute, dtype, cu_seqlens, *leaves)
+        results = _compute_output_and_state(compute, dtype, cu_seqlens, *leaves)
     gradients = iter(torch.autograd.grad(results, wanted, (of_output, of_state)))
     return tuple(next(gradients) if each is not None and each.requires_grad else None for each in leaves)
 

@@ -124,7 +124,7 @@ _ROOT = "transformer_engine"
 _TRITON_MODULE = "te_on_cpu.loading.triton"
 _METADATA_MODULE = "te_on_cpu.loading.stand_ins"
 _MLA_MODULE = "te_on_cpu.mla_projection"
-_MLA_IMPORTS = (["gemm_proj_rope_mxfp8_wrapper_sm100"], ["driver"])
+_MLA_IMPORTS = (("cudnn", "gemm_proj_rope_mxfp8_wrapper_sm100"), ("cuda.bindings", "driver"))
 # Stand-ins by the name of the ``torch`` function that they replace. The name in TE's modules is ``__parity_compile__``
 # and so on, which is set before a module is executed.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -155,7 +155,7 @@ class _StandIns(ast.NodeTransformer):
             node.module = _TRITON_MODULE
         elif node.module == "importlib.metadata":
             node.module = _METADATA_MODULE
-        elif [alias.name for alias in node.names] in _MLA_IMPORTS:
+        elif (node.module, node.names[0].name) in _MLA_IMPORTS:
             node.module = _MLA_MODULE
         return node
 

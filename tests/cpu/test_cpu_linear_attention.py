@@ -287,6 +287,29 @@ def test_a_recomputed_attention_has_the_same_gradients() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def test_a_captured_attention_is_replayed_on_other_numbers() -> None:
+    class Normalized(torch.nn.Module):
+        def __init__(self, te: ModuleType, given: Gated) -> None:
+            super().__init__()
+            self.attention = build(te, given, "bshd")
+
+        def forward(self, *rows: Tensor) -> Tensor:
+            return self.attention(*rows, use_qk_l2norm_in_kernel=True)
+
+    def rows(tokens: slice) -> list[Tensor]:
+        return [x[None, tokens].detach().requires_grad_() for x in given.tensors[:-1]]
+
+    given = inputs("GatedDeltaNetAttention", torch.bfloat16)
+    with emulated(cuda.HOPPER) as te:
+        captured = te.make_graphed_callables(Normalized(te, given), tuple(rows(slice(70))))
+        results = []
+        for attention in (captured, Normalized(te, given)):
+            leaves = rows(slice(100, 170))
+            output = attention(*leaves)
+            results.append((output, *torch.autograd.grad(output.float().sum(), leaves)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 REFUSED: dict[str, tuple[Gated, type[Exception], str]] = {
     "fp32": (inputs("GatedDeltaNetAttention", torch.float32), TypeError, "float16 or bfloat16"),
     "wide": (
