@@ -21,6 +21,7 @@ module                                              replaces, in TransformerEngi
 ``router``                                          ``router.cpp``, ``permutation.cpp``, ``padding.cpp``
 ``softmax``                                         ``softmax.cpp``
 ``extension``, ``enums``, ``versions``              ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
+``linear_attention``, ``mla_projection``            operations of cuDNN's Python frontend that TE's Python calls
 ``triton``, ``mhc``                                 functions of TE's Python that launch Triton kernels, and Triton
                                                     kernels that TE's own functions launch
 ``cuda``                                            ``torch.cuda`` for one emulated GPU

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from te_on_cpu import mhc, versions
+from te_on_cpu import mhc, mla_projection, versions
 
 # Elements of rows that are moved at once, so that intermediate results stay in a core's cache.
 _AT_ONCE = 1 << 18
@@ -40,7 +40,13 @@ def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
 def kernel(name: str) -> Callable[..., Any] | None:
     """Return the counterpart of the Triton kernel with this dotted name, or None if there is none."""
     module, _, function = name.rpartition(".")
-    return mhc.KERNELS.get(function) if module == "transformer_engine.common.triton.mhc" else None
+    return _KERNELS.get(module, {}).get(function)
+
+
+_KERNELS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "transformer_engine.common.triton.mhc": mhc.KERNELS,
+    "transformer_engine.pytorch.attention.fused_mla_q_uproj": {"rotary_bwd_q_kernel": mla_projection.rotate_gradient},
+}
 
 
 # Permutation of tokens to the rows of their experts and back, by a mask, and reordering of chunks of rows.

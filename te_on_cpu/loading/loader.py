@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from te_on_cpu import EmulationError, cuda, extension, triton, versions
+from te_on_cpu import EmulationError, cuda, extension, linear_attention, triton, versions
 from te_on_cpu.graphs import recorded
 from te_on_cpu.loading import stand_ins
 from te_on_cpu.loading.words import STAND_INS, cuda_means_cpu
@@ -113,14 +113,18 @@ def _write(file: Path, content: bytes) -> None:
 # ``triton``                             ``te_on_cpu.loading.triton``          it has no CPU target
 # ``from importlib.metadata import``     ``te_on_cpu.loading.stand_ins``       it hides packages that need a GPU
 # ``torch.baddbmm``, ``torch.bmm``       ``stand_ins.baddbmm`` and ``bmm``      cuBLAS may add in 16 bits there
+# the projection's kernel of ``cudnn``   ``te_on_cpu.mla_projection``           it needs a GPU, and ``cuda.bindings``
 # =====================================  =====================================  =======================================
 #
-# Functions of TE that launch Triton kernels are replaced after their module is loaded, see ``te_on_cpu/triton.py``.
+# Functions of TE that launch Triton kernels are replaced after their module is loaded, see ``te_on_cpu/triton.py``, and
+# so is the one that imports operations of cuDNN's Python frontend, see ``te_on_cpu/linear_attention.py``.
 
 
 _ROOT = "transformer_engine"
 _TRITON_MODULE = "te_on_cpu.loading.triton"
 _METADATA_MODULE = "te_on_cpu.loading.stand_ins"
+_MLA_MODULE = "te_on_cpu.mla_projection"
+_MLA_IMPORTS = (("cudnn", "gemm_proj_rope_mxfp8_wrapper_sm100"), ("cuda.bindings", "driver"))
 # Stand-ins by the name of the ``torch`` function that they replace. The name in TE's modules is ``__parity_compile__``
 # and so on, which is set before a module is executed.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -151,6 +155,8 @@ class _StandIns(ast.NodeTransformer):
             node.module = _TRITON_MODULE
         elif node.module == "importlib.metadata":
             node.module = _METADATA_MODULE
+        elif (node.module, node.names[0].name) in _MLA_IMPORTS:
+            node.module = _MLA_MODULE
         return node
 
 
@@ -182,6 +188,10 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
             vars(module)["load_framework_extension"] = lambda framework: None
         elif module.__name__ == f"{_ROOT}.pytorch.graph":
             vars(module)["_graph_pool_handle"] = cuda.graph_pool_handle
+        elif module.__name__ == f"{_ROOT}.pytorch.attention.linear_attention.base":
+            vars(module)["_import_linear_attention_op"] = linear_attention.operation
+        elif module.__name__ == f"{_ROOT}.pytorch.attention.fused_mla_q_uproj":
+            vars(module)["_cudnn_frontend_version_supported"] = lambda: True
 
 
 class _ExtensionLoader(importlib.abc.Loader):

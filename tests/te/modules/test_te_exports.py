@@ -234,18 +234,12 @@ def test_a_graph_that_cannot_be_captured_says_why() -> None:
 
 
 @FROM_2_20
-@pytest.mark.parametrize("variant", ["GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention"])
-def test_linear_attention_says_that_it_needs_cudnns_frontend(variant: str) -> None:
+def test_an_operation_of_cudnns_frontend_that_is_missing_is_named() -> None:
+    te_on_cpu()
     from transformer_engine.pytorch.attention.linear_attention import base
 
-    getattr(te_on_cpu(), variant)(4, 64)
-    with pytest.raises(ImportError, match="nvidia-cudnn-frontend"):
-        base._import_linear_attention_op("gated_delta_net", variant)
-
-
-@FROM_2_20
-def test_the_fused_mla_projection_is_for_blackwells_cudnn_alone() -> None:
-    assert not te_on_cpu().FusedMLAQUpProjRopeQuant.is_supported()
+    with pytest.raises(ImportError, match=r"no counterpart to cudnn\.linear_attention\.ops\.mamba2"):
+        base._import_linear_attention_op("mamba2", "Mamba-2")
 
 
 @FROM_2_20
