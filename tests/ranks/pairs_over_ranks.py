@@ -52,3 +52,24 @@ def dropping(te, ranks, p=0.5, is_declared=True):
             dropout=is_declared,
         ),
     )
+
+
+def faked(te, ranks, folder):
+    import nvdlfw_inspect.api as debug_api
+
+    if debug_api.DEBUG_MANAGER is None:
+        of_layer = {"gemms": ["fprop"], "tensors": ["activation", "weight"], "quant_format": "FP8E5M2"}
+        fake = {"FakeQuant": {"enabled": True, **of_layer}}
+        config = {"one": {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": fake}}
+        features = os.path.join(os.path.dirname(os.path.dirname(te.__file__)), "debug", "features")
+        debug_api.initialize(config, feature_dirs=[features], log_dir=folder)
+    return parity.Pair(
+        reference=nn.Linear(32, 32),
+        candidate=te.Linear(32, 32, name="linear"),
+        inputs=lambda rng: rng.normal(16, 32),
+        weights={"weight": "weight", "bias": "bias"},
+        parallel=parity.Parallel(
+            splits={"input": [over("dp")], "output": [over("dp")]},
+            finish=lambda module: ranks and add_up(list(module.parameters()), ranks.dp.group),
+        ),
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from pairs_over_ranks import dropping, linear
+from pairs_over_ranks import dropping, faked, linear
 from torch import nn
 
 import parity
@@ -39,6 +39,16 @@ def test_a_mistake_is_named(wrong):
     (result,) = parity.compare(case_of(wrong.host, wrong.variant), ["bf16"], ranks=wrong.ranks)
     assert result.status == "failed"
     assert result.findings[0].title in wrong.titles
+
+
+def test_what_debug_features_change_on_ranks_is_expected(tmp_path):
+    pytest.importorskip("nvdlfw_inspect.api", reason="TE's debug features need nvdlfw_inspect")
+    case = Case("faked", partial(faked, folder=str(tmp_path)), sizes=({},))
+    (result,) = parity.compare(case, ["bf16"], ranks=dict(dp=2))
+    assert result.passed, result.reason
+    assert any("weight (E5M2, one scale: fprop" in note for note in result.notes)
+    output = next(one for one in result.tensors if one.kind == "output")
+    assert output.errors.relative_l2 == pytest.approx(output.expected.relative_l2, rel=0.15)
 
 
 # A candidate that is also wrong in one process, and ranks that fail.
