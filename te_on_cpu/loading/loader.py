@@ -185,6 +185,8 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
             _read_features_as_te(sys.modules[_FEATURE_READER])
         if module.__name__ == f"{_ROOT}.common":
             vars(module)["load_framework_extension"] = lambda framework: None
+        elif module.__name__ == f"{_ROOT}.pytorch.ep":
+            vars(module)["_check_nccl_runtime_version"] = lambda: None
         elif module.__name__ == f"{_ROOT}.pytorch.graph":
             vars(module)["_graph_pool_handle"] = cuda.graph_pool_handle
 
