@@ -6,14 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import nn
 
 import parity
+from parity.report import record
 from parity.result import Result
 
 debug_api = pytest.importorskip("nvdlfw_inspect.api", reason="TE's debug features need nvdlfw_inspect")
@@ -248,3 +250,37 @@ def test_features_run_on_the_cpu_where_nvdlfw_inspect_is_imported_before_te(tmp_
         assert not torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight))
     """
     subprocess.run([sys.executable, "-c", dedent(script)], check=True, cwd=tmp_path)
+
+
+FILE = """
+    import parity
+    from torch import nn
+    {beside}
+
+    @parity.pair({name!r}, precisions=["fp8_current"])
+    def pair(te):
+        return parity.Pair(
+            reference=nn.Linear(64, 64, bias=False),
+            candidate=te.Linear(64, 64, bias=False, name="fc1"),
+            weights={{"weight": "weight"}},
+            inputs=lambda rng: rng.normal(32, 64),
+        )
+"""
+STARTS = """
+import nvdlfw_inspect.api
+spared = {{"DisableQuantizationLayer": {{"enabled": True}}}}
+config = {{"one": {{"enabled": True, "layers": {{"layer_types": ["fc1"]}}, "transformer_engine": spared}}}}
+nvdlfw_inspect.api.initialize(config, feature_dirs=[{features!r}])
+"""
+
+
+def test_a_file_that_starts_features_has_them_for_its_own_pairs(tmp_path: Path) -> None:
+    starts = indent(STARTS.format(features=FEATURES), "    ")
+    for name, beside in (("first", starts), ("between", ""), ("last", starts)):
+        (tmp_path / f"{name}.py").write_text(dedent(FILE.format(name=name, beside=beside)))
+    files = [f"{name}.py" for name in ("first", "between", "last")]
+    ran = forked.run("-m", "pytest", "-p", "parity.plugin", *files, folder=tmp_path)
+    assert "3 passed" in ran.stdout, ran.stdout + ran.stderr
+    found = record.read(tmp_path / "reports/parity.jsonl").results
+    features = {one.case: any("TE's debug features" in note for note in one.notes) for one in found}
+    assert features == {"first": True, "between": False, "last": True}
