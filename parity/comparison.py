@@ -15,6 +15,7 @@ from typing import TypeVar
 from torch import nn
 
 from parity.case.case import Case, mixed
+from parity.case.formats import asked_format
 from parity.case.validate import CheckedSize
 from parity.judge import pictures
 from parity.judge.candidate import TeModules, by_recalling, finding_of_recalled, repeat, unwritten_reads
@@ -76,6 +77,7 @@ from parity.stages.judge import allowed_ratio
 from parity.stages.locate import Stages, judge_stages
 from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
+from parity.te.debug_features import describe_features
 from parity.te.devices import classify
 from parity.te.seen_formats import SeenFormats
 from parity.te.state import Recomputes, own_recipes, quantization_seen
@@ -481,6 +483,8 @@ def _run_passes(comparison: Comparison) -> None:
         comparison.known = directions(prepared)  # before other passes, since golden's calls hold memory until then
     with _naming_what_raises("the candidate"):
         comparison.candidate = request.candidate_run or _run_candidate(request, prepared)
+    if request.candidate_run:
+        prepared.note_changed(request.candidate_run.changed)
     comparison.prepared = prepared = as_returned(prepared, comparison.candidate.tensors)
     with _naming_what_raises(f"the reference under the rounding model of {precision.name}"):
         comparison.models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
@@ -513,6 +517,11 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
     repeated = None
     if request.determinism:
         repeated = repeat(partial(again, recalled=Recalled()), candidate, before, kernels.device)
+    changed = {name.rpartition(".")[0] for name in prepared.changed}
+    rows = [
+        replace(row, modules=tuple(x for x in row.modules if x not in changed or asked_format(prepared.formats, x)))
+        for row in formats.rows
+    ]
     unwritten, padded = _run_in_other_memory(request, prepared, candidate, before) if request.unwritten else ((), {})
     return CandidateRun(
         tensors=candidate,
@@ -525,10 +534,8 @@ def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
         numbers=ran[0].numbers,
         recalled=recalled,
         formats=formats.rows,
-        misformatted=findings_of_formats(
-            formats.rows if prepared.formats else (), prepared.formats, precision, formats.roles
-        ),
-        mixed=describe_mixed(formats.rows, prepared.formats, precision, formats.roles),
+        misformatted=findings_of_formats(rows if prepared.formats else (), prepared.formats, precision, formats.roles),
+        mixed=describe_mixed(rows, prepared.formats, precision, formats.roles),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         unwritten=unwritten,
         padded=padded,
@@ -815,7 +822,8 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     yield from left_unproven(tensors, not prepared.evaluation)
     changed = prepared.golden.changed_inputs, candidate.changed_inputs
     not_te = "" if candidate.calls_te else WITHOUT_TE
-    yield from filter(None, [effects.by_reference_alone(*changed), not_te, candidate.mixed])
+    of_features = describe_features(prepared.changed)
+    yield from filter(None, [effects.by_reference_alone(*changed), not_te, candidate.mixed, of_features])
 
 
 # The search for the cause of a failure.

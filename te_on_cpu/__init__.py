@@ -12,6 +12,7 @@ module                                              replaces, in TransformerEngi
 ``block_scaling``, ``nvfp4``; ``swizzle``           ``csrc/quantizer.cpp``
 ``context_parallel``                                ``attention.cpp``: packed sequences that are split among ranks
 ``dropout``                                         ``dropout.cpp``
+``expert_parallel``                                 ``ep.cpp``
 ``gemm`` on ``tensor_cores``, ``kernel_choices``    ``gemm.cpp``; options for the arithmetic of other kernels
 ``multi_tensor``                                    ``multi_tensor``: Adam, SGD, norms and scales of lists of tensors
 ``normalization``                                   ``normalization.cpp``

@@ -136,10 +136,13 @@ def _quantize(values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, a
     if values.numel() == 0:
         return float8.empty(quantizer, values.shape, dtype) if output is None else output
     if not float8.needs_codes(quantizer):
-        raise RuntimeError(  # ``common/cast/dispatch/quantize.cuh``
-            f"a {type(quantizer).__name__} asks only for columnwise data, which needs a transpose on this GPU: "
-            "Quantizing in only the columnwise direction not supported yet!"
+        asked = (  # ``common/cast/dispatch/quantize.cuh``
+            "asks only for columnwise data, which needs a transpose on this GPU: Quantizing in only the columnwise "
+            "direction not supported yet!"
+            if quantizer.columnwise_usage
+            else "asks for no data: Either rowwise or columnwise output data need to be allocated."
         )
+        raise RuntimeError(f"a {type(quantizer).__name__} {asked}")
     codes = float8.encode(values, _scale(values, quantizer, amax), float8.fp8_dtype(quantizer))
     if output is None:
         return float8.new(quantizer, dtype, codes)

@@ -355,6 +355,11 @@ def pinned(x: Any, is_asked: bool = True) -> Any:
     return x if isinstance(x, torch.Tensor) or not is_asked else x.pin_memory()
 
 
+def comm_ptr(group: Any) -> int:
+    """Return a pointer for a process group's NCCL communicator, which nothing here follows."""
+    return id(group)
+
+
 def record_stream(x: Any, stream: Any) -> None:
     """Do nothing for a tensor, and call ``record_stream`` of other objects."""
     if not isinstance(x, torch.Tensor):

@@ -53,6 +53,11 @@ def new_subgroups_by_enumeration(*args: Any, **kwargs: Any) -> Any:
     return dist.new_subgroups_by_enumeration(*args, **_for_cpus(kwargs))
 
 
+def barrier(*args: Any, **kwargs: Any) -> Any:
+    _drop(kwargs, "device_ids")
+    return dist.barrier(*args, **kwargs)
+
+
 def _for_cpus(options: dict[str, Any]) -> dict[str, Any]:
     _drop(options, "pg_options")
     return {**options, "backend": options.get("backend") and _meant(options["backend"])}

@@ -18,6 +18,7 @@ from te_on_cpu import (
     cuda,
     dropout,
     enums,
+    expert_parallel,
     gemm,
     kernel_choices,
     multi_tensor,
@@ -37,6 +38,7 @@ _FAMILIES = (
     cast,
     context_parallel,
     dropout,
+    expert_parallel,
     gemm,
     multi_tensor,
     normalization,
@@ -117,6 +119,9 @@ def _adapt(extension: ModuleType, version: Version) -> None:
     elif version < Version("2.18"):
         name = "fused_topk_with_score_function_bwd"
         setattr(extension, name, _without_dense_indices(getattr(extension, name)))
+    if version < Version("2.20"):  # other arguments; NCCL EP is new
+        for name in expert_parallel.__all__:
+            delattr(extension, name)
     if version < Version("2.20"):  # context parallelism merged outputs after all log-sum-exps were known
         merge = recorded(context_parallel.thd_out_correction_by_final_sums)
         extension.thd_out_correction = merge  # type: ignore[attr-defined]

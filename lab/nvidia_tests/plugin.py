@@ -6,8 +6,6 @@ not be collected (``unread``), a test that has ``begun``, or a test's ``outcome`
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -59,7 +57,6 @@ def compute_as_on_a_gpu() -> None:
     _allow_autocast_to_fp32()
     cuda.memory_allocated, cuda.max_memory_allocated = _memory_allocated, _max_memory_allocated
     cuda.reset_peak_memory_stats, cuda.pinned = _reset_peak_memory_stats, _pinned
-    _read_debug_features_as_te()
 
 
 class _Recorder:
@@ -478,29 +475,6 @@ def _pinned(x: Any, is_asked: bool = True) -> Any:
     if is_asked and _Memory._running is not None:
         _Memory._running.leave_out(x)
     return _as_ever(x, is_asked)
-
-
-# TE's debug features, which nvdlfw-inspect loads from their files, must also be read with the CPU in place of CUDA.
-
-
-def _read_debug_features_as_te() -> None:
-    if importlib.util.find_spec("nvdlfw_inspect") is None:
-        return
-    manager: Any = importlib.import_module("nvdlfw_inspect.debug_manager")
-    load = manager.import_and_exec_module
-
-    def loaded(path: str) -> None:
-        parts = Path(path).with_suffix("").parts
-        if "transformer_engine" not in parts:
-            load(path)
-            return
-        name = ".".join(parts[parts.index("transformer_engine") :]).removesuffix(".__init__")
-        found = importlib.util.find_spec(name)
-        assert found is not None
-        assert found.loader is not None
-        found.loader.exec_module(importlib.util.module_from_spec(found))
-
-    manager.import_and_exec_module = loaded
 
 
 # Processes that tests start run on the CPU kernels as well.

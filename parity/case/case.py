@@ -25,6 +25,7 @@ from parity.result import UNDECLARED, Switch
 from parity.settings import MOST_STEPS
 from parity.te import Precision
 from parity.te.attention_backend import AttentionBackend
+from parity.te.debug_features import reset_debugging
 from parity.te.devices import cuda_is_cpu_without_gpu
 from parity.user_error import UserError
 
@@ -265,6 +266,7 @@ class Case:
 
     def build(self, te: ModuleType, size: Size) -> Pair:
         """Build the pair at one size."""
+        reset_debugging()
         with cuda_is_cpu_without_gpu():
             pair = self.factory(te, **size, **({"ranks": self.at} if self.ranks else {}))
         return (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parity.case.case import Case
 from parity.case.validate import CheckedSize
 from parity.judge.limits import Table
-from parity.numerics.formats import Recasts
+from parity.numerics.formats import LayerFormats, Recasts
 from parity.passes.all_passes import Recalled, Tensors, run_candidate
 from parity.passes.prepare import Prepared
 from parity.result import Determinism, Finding, ModuleFormats, Result, Status
@@ -38,6 +38,7 @@ class CandidateRun:
         numbers: the Python numbers that it returned.
         recalled: the outputs of its successive calls, which show whether it keeps state.
         formats: what each module of TE's computed in, at a precision with a recipe.
+        changed: by weights of the candidate's, what debug features changed of its layers' formats, if it ran elsewhere.
         misformatted: a finding if modules had other formats than the pair asks for.
         mixed: what to say about modules that computed without the recipe, if the pair asks for no formats.
         recomputed: a finding if the backward pass computes a layer again under another recipe.
@@ -63,6 +64,7 @@ class CandidateRun:
     numbers: Mapping[str, float] = field(default_factory=dict)
     recalled: Recalled = field(default_factory=Recalled)
     formats: tuple[ModuleFormats, ...] = ()
+    changed: Mapping[str, LayerFormats] = field(default_factory=dict)
     misformatted: tuple[Finding, ...] = ()
     mixed: str = ""
     recomputed: tuple[Finding, ...] = ()

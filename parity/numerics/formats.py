@@ -8,9 +8,9 @@ whole tensor comes from its largest magnitude, or from an amax that a kernel too
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -369,6 +369,16 @@ class Operands:
 Role = tuple[str, str]
 """Of a TE module, as its quantizers' roles say it: its type, ``linear`` or ``grouped_linear``, and its name."""
 
+READ_ALONG_ROWS = {"inputs": "fprop", "weights": "fprop", "gradients": "dgrad"}
+"""Which GEMM of a linear layer reads an operand along its rows."""
+
+READ_ALONG_COLUMNS = {"inputs": "wgrad", "weights": "dgrad", "gradients": "wgrad"}
+"""Which GEMM reads it along its columns."""
+
+LayerFormats = Mapping[tuple[str, str], Format | None]
+"""What of a linear layer is in another format than its precision has: by GEMM (``fprop``, ``dgrad``, ``wgrad``) and by
+``inputs``, ``weights``, ``gradients``, which it reads, or ``product``, which is cast there and back; None as stored."""
+
 AttentionPart = Literal["qkv", "probabilities", "context", "context_gradients", "score_gradients", "qkv_gradients"]
 
 
@@ -405,6 +415,8 @@ class Rounding:
         columnwise: the formats of operands that are read along their columns; None if these are the same.
         attention: the formats of attention's tensors.
         by_role: returns the rounding of a linear layer in a module; None if it is this one in all of them.
+        products: the formats to which a linear layer's results are cast and back: its output, its input's gradient and
+            its weight's.
         parts: which roundings are applied. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
             operands. ``attention`` stands for those of the operands of attention's batched GEMMs and of its scores, and
             ``storage`` for other stored results: of linear layers, of attention, of sums, and of the module.
@@ -417,6 +429,7 @@ class Rounding:
     columnwise: Operands | None = None
     attention: AttentionFormats = AttentionFormats()
     by_role: Callable[[Role], Rounding] | None = None
+    products: tuple[Format | None, Format | None, Format | None] = (None, None, None)
     parts: frozenset[Part] = PARTS
 
     @property
@@ -444,3 +457,11 @@ class Rounding:
             return None
         to_format: Format | None = getattr(self.columnwise if columnwise and self.columnwise else self, part)
         return to_format
+
+    def changed(self, formats: LayerFormats) -> Rounding:
+        """Return the rounding of a layer with other formats here and there."""
+        along: Any = self.columnwise or self
+        rows = {part: formats.get((gemm, part), getattr(self, part)) for part, gemm in READ_ALONG_ROWS.items()}
+        columns = {part: formats.get((gemm, part), getattr(along, part)) for part, gemm in READ_ALONG_COLUMNS.items()}
+        output, of_inputs, of_weights = (formats.get((gemm, "product")) for gemm in ("fprop", "dgrad", "wgrad"))
+        return replace(self, **rows, columnwise=Operands(**columns), products=(output, of_inputs, of_weights))

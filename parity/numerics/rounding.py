@@ -40,7 +40,7 @@ from parity.numerics.aten import (
     addresses,
 )
 from parity.numerics.blocked_attention import Arithmetic, as_it_is
-from parity.numerics.formats import AttentionFormats, AttentionPart, Role, Rounding, largest
+from parity.numerics.formats import AttentionFormats, AttentionPart, LayerFormats, Role, Rounding, largest
 from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, KinkSides, jumps
 from parity.numerics.golden import in_blocks_and_one_by_one
 from parity.numerics.kernel_choices import (
@@ -326,6 +326,7 @@ def rounded(
     scaled_together: Iterable[Sequence[Tensor]] = (),
     plain: Iterable[Tensor] = (),
     roles: Iterable[tuple[Tensor, Role]] = (),
+    changed: Iterable[tuple[Tensor, LayerFormats]] = (),
     kinks: KinkSides | None = None,
     weights_read: OperandsRead | None = None,
     choices: Choices | None = None,
@@ -343,6 +344,7 @@ def rounded(
             share the scale of a whole tensor.
         plain: weights whose linear layers are not TE's modules, so that their GEMMs read all operands as stored.
         roles: weights and the roles of TE's modules that hold them.
+        changed: weights and what their layers have in other formats than the precision, or than the role.
         kinks: records the values that decide gradients at kinks, and moves them; None for neither.
         weights_read: the operands that other passes with the same rounding read of the same weights; those of this pass
             are added.
@@ -356,7 +358,7 @@ def rounded(
     """
     storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored(), past)
     read = weights_read or OperandsRead()
-    mode = _RoundingMode(storing, weights, scaled_together, plain, roles, kinks, read, choices, past, watch)
+    mode = _RoundingMode(storing, weights, scaled_together, plain, roles, changed, kinks, read, choices, past, watch)
     with (
         sdpa_kernel(SDPBackend.MATH),
         mode.steps.watched(),
@@ -378,6 +380,7 @@ class _RoundingMode(TorchDispatchMode):
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
         roles: Iterable[tuple[Tensor, Role]],
+        changed: Iterable[tuple[Tensor, LayerFormats]],
         kinks: KinkSides | None,
         weights_read: OperandsRead,
         choices: Choices | None,
@@ -393,9 +396,8 @@ class _RoundingMode(TorchDispatchMode):
         self._norms = NormsSeen()
         self._attention = Attention(storing, self.phase)
         outside_te = list(plain)
-        self._linear = LinearOperands(
-            storing, self.phase, self._norms, held, scaled_together, outside_te, roles, weights_read, past, watch
-        )
+        of_layers = scaled_together, outside_te, roles, changed
+        self._linear = LinearOperands(storing, self.phase, self._norms, held, *of_layers, weights_read, past, watch)
         self._lineage = None if weights is None else Lineage(held)
         self._plain_lineage = Lineage(outside_te)
         self._patches: dict[int, Tensor] = {}  # rows of linear layers, by the addresses of convolutions' inputs
@@ -490,7 +492,9 @@ class _RoundingMode(TorchDispatchMode):
         if func is BIASED and is_linear and self._biases.made and not kwargs:
             return self._biases.result(self._multiply_in_parts(MATRICES, (), *operands, (), {}, is_linear), args[0])
         result = self._multiply_in_parts(func, args[:position], *operands, args[position + 2 :], kwargs, is_linear)
-        if is_linear or self._has_weights(left, right):
+        if is_linear:
+            return self._linear.store_product(result)
+        if self._has_weights(left, right):
             return self._storing.store(result)
         return self._attention.result(result, left, right, operands[0])
 
@@ -543,7 +547,7 @@ class _RoundingMode(TorchDispatchMode):
     def _multiply_as_linear(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         left, right = self._linear.read(left, right)
         result = left @ right if bias is None else torch.addmm(bias, left, right)
-        return self._storing.store(self._as_kernels_sum(result, left, right, 1.0, is_linear=True))
+        return self._linear.store_product(self._as_kernels_sum(result, left, right, 1.0, is_linear=True))
 
     def _is_plain(self, func: Any) -> bool:
         """Return whether a port itself calls the function, or the function whose gradient it computes."""

@@ -22,6 +22,7 @@ from parity.numerics.aten import AFFINE, ELEMENTWISE, EMBEDDING, LAYER_NORM, REC
 from parity.numerics.formats import (
     AttentionPart,
     Format,
+    LayerFormats,
     OperandPart,
     Part,
     Recast,
@@ -482,7 +483,7 @@ class LinearOperands:
         phase: the pass's phase.
         norms: the norms that the pass has seen.
         weights: the model's parameters.
-        scaled_together, plain, roles, weights_read, past, watch: as for ``rounded``.
+        scaled_together, plain, roles, changed, weights_read, past, watch: as for ``rounded``.
     """
 
     def __init__(
@@ -494,6 +495,7 @@ class LinearOperands:
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
         roles: Iterable[tuple[Tensor, Role]],
+        changed: Iterable[tuple[Tensor, LayerFormats]],
         weights_read: OperandsRead,
         past: PastAmaxes | None = None,
         watch: Watch | None = None,
@@ -511,11 +513,14 @@ class LinearOperands:
         if (by_role := storing.rounding.by_role) is not None:
             parts = storing.rounding.parts
             self._own = {address(one): replace(by_role(role), parts=parts) for one, role in roles} | self._own
+        for weight, formats in changed:
+            self._own[address(weight)] = self._own.get(address(weight), storing.rounding).changed(formats)
         # By inputs' address and a layer's output channels: the weights.
         self._readers: dict[tuple[int, int], dict[int, None]] = defaultdict(dict)
         self._inputs: dict[int, Tensor] = {}  # by address; kept, so that no address is reused
         self._read, self._weights_read = OperandsRead(), weights_read
         self.is_plain = False  # whether the operands that were read last are a plain layer's
+        self._product: Format | None = None  # to which their product is cast and back
 
     def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the operands as the GEMM reads them, summing over left's last dimension and right's last but one."""
@@ -523,6 +528,8 @@ class LinearOperands:
             self._layer = tuple(self._find_weights(left, right))
         own = next((self._own[at] for at in self._layer if at in self._own), None)
         self.is_plain = own is not None and own is self._plain_rounding
+        is_wgrad = self._phase.backward and not {address(left), address(right)} & self._weights
+        self._product = own.products[self._phase.backward + is_wgrad] if own is not None else None
         if self.is_plain:
             return (
                 self._storing.operand(left, self._classify_operand(left)),
@@ -531,9 +538,15 @@ class LinearOperands:
         if self._past is not None and self._past.is_followed:
             self._past.note(left, right, self._phase.backward)
             self._past.note(right, left, self._phase.backward)
-        is_wgrad = self._phase.backward and not {address(left), address(right)} & self._weights
         rounding = own or self._storing.rounding
         return self._read_operand(left, 1, is_wgrad, rounding), self._read_operand(right, 0, is_wgrad, rounding)
+
+    def store_product(self, product: Tensor) -> Tensor:
+        """Return the product of the operands that were read last as it is stored."""
+        stored = self._storing.store(product)
+        if self._product is None or "storage" not in self._storing.rounding.parts:
+            return stored
+        return self._storing.store(self._product(stored.reshape(-1, stored.shape[-1])).reshape(stored.shape))
 
     def are_of_experts(self, left: Tensor, right: Tensor) -> bool:
         """Return whether a batched GEMM is a linear layer per expert, with weights in one tensor ``[experts, ...]``."""

@@ -30,6 +30,7 @@ from parity.passes.draws import ScaledLookups
 from parity.passes.one_pass import Pass, outputs_of, run
 from parity.passes.prepare import Prepared, build, cast, on_device, size_in_bytes
 from parity.result import PROBED, Kind
+from parity.te.debug_features import SeenFeatures
 from parity.te.state import check, fresh_caches, fresh_quantization, moved, settled
 from parity.trace.effects import attributes_of, changed_attributes
 from parity.trace.whose import is_of_te
@@ -257,6 +258,13 @@ def under_model(
     is_spared = rounding.quantizes  # without a recipe, TE's modules read FP32 as TF32 as always
     plain = [parameters[name] for name in prepared.outside_te | (prepared.unquantized if is_spared else frozenset())]
     roles = [(parameters[name], role) for name, role in prepared.roles.items()]
+    changed = [
+        (parameters[name], prepared.changed[held])
+        for left, right in prepared.weights.items()
+        for held in names(right)
+        if held in prepared.changed and rounding != Rounding(torch.float32)
+        for name in names(left)
+    ]
     together = [[parameters[name] for name in group] for group in weights_in_one_tensor(prepared.weights)]
     # If one tensor holds the weights of several experts, each expert has an amax of its own.
     prepared.past.names = {address(one): name for name, one in parameters.items() if one.dim() == 2}
@@ -264,7 +272,7 @@ def under_model(
     read = _weights_read(prepared, as_read(rounding, freedom.kernels))
     choices = choices or following(prepared, rounding)
     rest = kinks, read, choices, stored, prepared.past, watch
-    return rounded(rounding, parameters.values(), freedom, together, plain, roles, *rest)
+    return rounded(rounding, parameters.values(), freedom, together, plain, roles, changed, *rest)
 
 
 def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
@@ -314,6 +322,8 @@ def run_candidate(
     candidate = pair.candidate
     change(candidate)
     parameters = dict(candidate.named_parameters())
+    features = SeenFeatures()
+    features.of(candidate)
 
     @contextmanager
     def called() -> Iterator[None]:
@@ -334,7 +344,8 @@ def run_candidate(
 
     def on_others() -> dict[str, Tensor]:
         with _as_called(prepared, precision, kernels):
-            outputs = outputs_of(candidate, pair.call_candidate, _other_inputs(pair, checked, prepared, seed, kernels))
+            others = _other_inputs(pair, checked, prepared, seed, kernels)
+            outputs = outputs_of(candidate, pair.call_candidate, tree_map_only(Tensor, as_activation, others))
         return {name: output.detach().clone() for name, output in outputs.items()}
 
     def untrained() -> None:
@@ -348,7 +359,9 @@ def run_candidate(
     before = on_others() if called_before else {}
     if called_before:
         untrained()
-    ran = _run_until_settled(candidate, once, precision)
+    with features.watched():
+        ran = _run_until_settled(candidate, once, precision)
+    prepared.note_changed(features.formats)
     if seen is not None:
         seen(ran)
     if recalled is not None:
@@ -430,7 +443,7 @@ def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kerne
 
     def once() -> dict[str, Tensor]:
         with _as_called(prepared, precision, kernels):
-            return outputs_of(pair.candidate, call, prepared.probe)
+            return outputs_of(pair.candidate, call, tree_map_only(Tensor, as_activation, prepared.probe))
 
     outputs = _run_until_settled(pair.candidate, once, precision)
     return outputs if scaled.seen == prepared.lookups else {}

@@ -33,7 +33,7 @@ from parity.case.validate import (
 from parity.case.weight_map import WeightMap, linear_part, names
 from parity.case.weight_map import names as names_in
 from parity.machine import devices
-from parity.numerics.formats import Role
+from parity.numerics.formats import LayerFormats, Role
 from parity.numerics.freedom import Made
 from parity.numerics.golden import golden_device, in_fp64
 from parity.numerics.storing import PastAmaxes
@@ -403,6 +403,7 @@ class Prepared:
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
         roles: the roles of TE's modules that hold the others, by name, if TE knows roles.
         unquantized: names of the reference's parameters in TE modules that the pair asks to quantize nothing.
+        changed: by weights of the candidate's, what debug features changed of their layers' formats when it ran last.
         formats: the formats that the pair asks for, by patterns of modules' names.
         unlike: the candidate's parameters that differ from what the map gives, by name.
         apart: remarks on parameters that training will move apart: those that are tied in the reference but not in the
@@ -433,6 +434,7 @@ class Prepared:
     outside_te: frozenset[str]
     roles: Mapping[str, Role] = field(default_factory=dict)
     unquantized: frozenset[str] = frozenset()
+    changed: dict[str, LayerFormats] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
     unlike: dict[str, Tensor] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
@@ -443,6 +445,14 @@ class Prepared:
     past: PastAmaxes = field(default_factory=PastAmaxes)
     scales_lookups: bool = False
     made: tuple[Made, ...] = ()
+
+    def note_changed(self, formats: Mapping[str, LayerFormats]) -> None:
+        """Note what debug features changed of the candidate, and forget what was modelled without that."""
+        if formats != self.changed:
+            self.changed.clear()
+            self.changed.update(formats)
+            for kept in ("models", "weights read"):
+                self.cache.group(kept, None)
 
     @property
     def quantized(self) -> Iterator[str]:
@@ -622,6 +632,7 @@ def _prepare_case(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: in
         parameters_outside_te(pair),
         roles_of_parameters(pair),
         parameters_kept_unquantized(pair),
+        {},
         checked_formats(pair.formats),
         held.unlike,
         apart,

@@ -7,6 +7,7 @@ inputs.
 from __future__ import annotations
 
 import builtins
+import copy
 import ctypes
 import functools
 import gc
@@ -545,6 +546,44 @@ class _Kernels(_Entry):
                 one._destroy()
 
 
+# TE's debug features, which nvdlfw_inspect turns on for the whole process.
+
+
+_DEBUGGER = "nvdlfw_inspect"
+_OF_DEBUGGER = (
+    ("api", "", "DEBUG_MANAGER"),
+    ("config_manager", "ConfigManager", "configs"),
+    ("config_manager", "ConfigManager", "layer_name_to_config_cache"),
+    ("logging", "MetricLogger", "enabled_loggers"),
+    ("registry", "Registry", "data"),
+)
+
+
+class _DebugFeatures(_Entry):
+    """The configuration of nvdlfw_inspect that is in force, with what it loaded; the manager stands for all of it."""
+
+    def changes(self, before: list[Any], now: list[Any]) -> list[str]:
+        return [self.name] if (before[:1] or [None]) != (now[:1] or [None]) else []
+
+
+def _read_debugger() -> list[Any]:
+    """Return copies of what nvdlfw_inspect holds, in the order of ``_OF_DEBUGGER``; nothing if it is not loaded."""
+    if f"{_DEBUGGER}.debug_manager" not in sys.modules:
+        return []
+    return [copy.copy(vars(owner)[name]) if place else vars(owner)[name] for owner, place, name in _find_debugger()]
+
+
+def _write_debugger(held: list[Any]) -> None:
+    for (owner, place, name), value in zip(_find_debugger(), held or (None, [], {}, [], {}), strict=True):
+        setattr(owner, name, copy.copy(value) if place else value)
+
+
+def _find_debugger() -> Iterator[tuple[Any, str, str]]:
+    for module, place, name in _OF_DEBUGGER:
+        loaded: Any = sys.modules[f"{_DEBUGGER}.{module}"]
+        yield getattr(loaded, place) if place else loaded, place, name
+
+
 # Settings of PyTorch's arithmetic, and of Python.
 
 
@@ -650,7 +689,8 @@ def _find_known_entries() -> tuple[tuple[_Entry, ...], tuple[_Entry, ...]]:
     """Return the entries that this version of PyTorch has: those that numbers depend on, and the others."""
     names = _Namespaces()
     code = _Names("{}", names.read, names.write, told=names.told)
-    tables = (code, *_make_mode_entries(), *_make_arithmetic_entries()), tuple(_make_surrounding_entries())
+    features = _DebugFeatures("nvdlfw_inspect's configuration", _read_debugger, _write_debugger)
+    tables = (code, features, *_make_mode_entries(), *_make_arithmetic_entries()), tuple(_make_surrounding_entries())
     return tuple(filter(_is_known, tables[0])), tuple(filter(_is_known, tables[1]))
 
 

@@ -19,6 +19,7 @@ from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.judge.request import Request
 from parity.mistakes.codes import repairable
+from parity.numerics.formats import LayerFormats
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared, build
 from parity.ranks.launch import RanksFailed, launch
@@ -144,6 +145,11 @@ def unreached_by(ran: Sequence[OnRank]) -> tuple[str, ...]:
     unreached = {one.held[name].whole for one in ran for name in one.unreached}
     reached = {held.whole for one in ran for name, held in one.held.items() if name not in one.unreached}
     return tuple(sorted(unreached - reached))
+
+
+def changed_by(ran: Sequence[OnRank]) -> dict[str, LayerFormats]:
+    """Return what debug features changed of layers' formats, by whole parameters."""
+    return {name: changed for one in ran for name, changed in one.changed.items()}
 
 
 def in_reference_layout(wholes: Sequence[GatheredTensor], prepared: Prepared) -> Tensors:

@@ -23,6 +23,7 @@ from parity.case.source import AsItIs, FromFile
 from parity.case.training import distance_of_part, distance_to_targets
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import WeightMap
+from parity.numerics.formats import LayerFormats
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass, named_inputs, named_outputs, run, with_inputs
 from parity.passes.prepare import build_as_declared
@@ -45,6 +46,7 @@ from parity.ranks.layout import (
 from parity.result import Switch
 from parity.te import Backend, Kernels, Precision
 from parity.te.attention_backend import AttentionBackend, attention_backends
+from parity.te.debug_features import SeenFeatures
 from parity.te.state import Kept, check, fresh_caches, fresh_quantization, moved, settled
 from parity.trace.digests import Drop, Switched, recorded, switched_off
 from parity.trace.effects import RandomState, kept
@@ -101,6 +103,7 @@ class OnRank:
         held: which parts of which whole parameters the rank's parameters are.
         unreached: the rank's parameters that no gradient reached.
         attention: the attention backends that TE ran.
+        changed: by whole parameters, what debug features changed of their layers' formats.
         norm: the norm of all gradients, as the port computes it; None if it does not.
         pipeline: how the rank's stage ran, without functions, which cannot be sent.
         drops: what the rank dropped in an additional pass with dropout, if the pair has dropout.
@@ -115,6 +118,7 @@ class OnRank:
     held: dict[str, Held]
     unreached: tuple[str, ...]
     attention: str
+    changed: Mapping[str, LayerFormats] = field(default_factory=dict)
     norm: float | None = None
     pipeline: Pipeline = field(default_factory=Pipeline)
     drops: tuple[Drop, ...] = ()
@@ -188,6 +192,9 @@ def pass_on_rank(given: Given) -> OnRank:
                 after_backward=finish,
             )
 
+        features = SeenFeatures()
+        features.of(candidate)
+
         def as_result(ran: Pass) -> OnRank:
             return OnRank(
                 _on_cpu(ran.outputs),
@@ -198,10 +205,13 @@ def pass_on_rank(given: Given) -> OnRank:
                 built.held,
                 ran.unreached,
                 ", ".join(seen),
+                of_wholes(features.formats, built.held),
                 pipeline=dataclasses.replace(pair.parallel.pipeline, names=None, step=None),
             )
 
-        result = as_result(settled(once, precision.warmup_passes, is_so_on_all))
+        with features.watched():
+            ran = settled(once, precision.warmup_passes, is_so_on_all)
+        result = as_result(ran)
         norm = pair.parallel.gradient_norm
         if norm is not None:
             result = dataclasses.replace(result, norm=float(norm(candidate)))
@@ -268,6 +278,11 @@ def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Preci
                 whole = given.weights[held[name].whole].to(parameter.device)
                 parameter.copy_(_as_held(parameter, part(whole, held[name].split, made, place)))
     return BuiltOnRank(pair, held, dropout, random)
+
+
+def of_wholes(formats: Mapping[str, LayerFormats], held: Mapping[str, Held]) -> dict[str, LayerFormats]:
+    """Return what debug features changed of a rank's layers, by whole parameters."""
+    return {held[name].whole: changed for name, changed in formats.items()}
 
 
 def _no_parameter(name: str, names: Iterable[str]) -> str:
@@ -476,6 +491,7 @@ class TraineeOnRank(Trainee):
             self._held,
             stepped.unreached,
             "",
+            of_wholes(stepped.changed, self._held),
             self._norm,
         )
         update = stepped.update

@@ -31,6 +31,7 @@ from parity.shown import few_of
 from parity.te.state import Kept
 from parity.trainings.gathered import (
     TIMEOUT,
+    changed_by,
     given_of,
     in_reference_layout,
     on_all_ranks,
@@ -151,8 +152,9 @@ class TraineeOverRanks:
         )
         unreached = unreached_by([one.ran for one in step])
         apart = tuple(sorted({one.ran.held[name].whole for one in step for name in one.apart}))
-        noise = self._assemble_noise(step)
-        return Stepped(tensors, unreached, step[0].clipping, update, self._gather_scaling(step), noise, apart=apart)
+        noise, changed = self._assemble_noise(step), changed_by([one.ran for one in step])
+        rest = self._gather_scaling(step), noise
+        return Stepped(tensors, unreached, step[0].clipping, update, *rest, apart=apart, changed=changed)
 
     def lost_state(self) -> Finding | None:
         """Return what ranks lost when the training was saved and loaded before the last step; None if nothing."""

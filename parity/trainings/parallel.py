@@ -45,6 +45,7 @@ from parity.trace.effects import undisturbed
 from parity.trainings.gathered import (
     NO_RANKS,
     TIMEOUT,
+    changed_by,
     ended,
     given_of,
     in_reference_layout,
@@ -116,7 +117,8 @@ def _compare_over_ranks(
     unreached = unreached_by(ran)
     attention = ", ".join(dict.fromkeys(one.attention for one in ran if one.attention))
     at = (checked, precision, seed, kernels, request.calibration, request.attention)
-    judged = judge_at(request.case, *at, candidate_run=CandidateRun(tensors, unreached, attention=attention))
+    run = CandidateRun(tensors, unreached, attention=attention, changed=changed_by(ran))
+    judged = judge_at(request.case, *at, candidate_run=run)
     result = dataclasses.replace(judged.result, size_label=request.checked.label)
     apart = replicas_apart(wholes)
     if result.status == "passed":

@@ -33,7 +33,7 @@ from parity.case.training import (
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import Constant, Copies, holds
 from parity.judge.candidate import TeModules
-from parity.numerics.formats import Role
+from parity.numerics.formats import LayerFormats, Role
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero, restored_buffers
 from parity.passes.prepare import Prepared, build, rounded_inputs
@@ -41,6 +41,7 @@ from parity.ranks.layout import Parallel
 from parity.result import ModuleFormats, Switch, label_of
 from parity.te import state
 from parity.te.attention_backend import NotOffered, te_variables
+from parity.te.debug_features import SeenFeatures, keep_from_quantizer
 from parity.te.seen_formats import SeenFormats
 from parity.te.state import Kept, checkpointed, kept, slots
 from parity.trainings import switches
@@ -231,6 +232,7 @@ class Stepped:
             away: from the copy of one, or from a constant.
         formats: what each module of TE's computed in, if the pair asks for formats or changes its recipe.
         roles: by module, the roles under which it asks a recipe for quantizers.
+        changed: by weights of the candidate's, what debug features changed of its layers' formats.
     """
 
     tensors: Tensors
@@ -249,6 +251,7 @@ class Stepped:
     strayed: Named = field(default_factory=dict)
     formats: tuple[ModuleFormats, ...] = ()
     roles: Mapping[str, Collection[Role]] = field(default_factory=dict)
+    changed: Mapping[str, LayerFormats] = field(default_factory=dict)
 
 
 Own = TypeVar("Own", bound="Trainee")
@@ -604,12 +607,13 @@ class Trainee:
         self._model.calls.clear()
         is_own = self.training.candidate_step is not None
         watching = watched(self._module, self.optimizer, self._optimized, self._written, is_own)
-        formats = SeenFormats()
+        formats, features = SeenFormats(), SeenFeatures()
+        features.of(self._module)
         looking: AbstractContextManager[None] = nullcontext()
         if self._watches_formats:
             formats.of(self._module)
             looking = formats.watched()
-        with watching as seen, sums_in_16_bits(self._module) as lost, looking:
+        with watching as seen, sums_in_16_bits(self._module) as lost, looking, features.watched():
             loss = step(self._model, self.optimizer, *args, **kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -651,7 +655,11 @@ class Trainee:
         )
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
         now = kept(self._module)
-        moves = tuple((one, now[key]) for key, one in scaling.items() if key in now)
+        moves = tuple(
+            (one, now[key])
+            for key, one in scaling.items()
+            if key in now and not keep_from_quantizer(features.formats, one.slot)
+        )
         noise, later = self._draw_sum_noise(lost), self._stale_copies()
         unmade = tuple(name for name, one in copies.items() if later.get(name) == one)
         return Stepped(
@@ -677,6 +685,7 @@ class Trainee:
             },
             formats.rows,
             formats.roles,
+            features.formats,
         )
 
     def _measure_map_deviations(self) -> Named:

@@ -555,7 +555,8 @@ def _first_wrong(run: _Run, judged: Result) -> Result:
 
 def _candidate_run(stepped: Stepped) -> CandidateRun:
     scales = recasts(before for before, _ in stepped.scaling)
-    return CandidateRun(stepped.tensors, stepped.unreached, summed=stepped.summed, recasts=scales)
+    seen = stepped.tensors, stepped.unreached
+    return CandidateRun(*seen, summed=stepped.summed, recasts=scales, changed=stepped.changed)
 
 
 def _new_trainee(resuming: ExitStack, *of: Any) -> Trainee:

@@ -116,6 +116,9 @@ def _write(file: Path, content: bytes) -> None:
 # the projection's kernel of ``cudnn``   ``te_on_cpu.mla_projection``           it needs a GPU, and ``cuda.bindings``
 # =====================================  =====================================  =======================================
 #
+# nvdlfw_inspect runs the files of TE's debug features by their paths, past every import. Its function for that is
+# replaced, so that these files are read as TE's modules are.
+#
 # Functions of TE that launch Triton kernels are replaced after their module is loaded, see ``te_on_cpu/triton.py``, and
 # so is the one that imports operations of cuDNN's Python frontend, see ``te_on_cpu/linear_attention.py``.
 
@@ -184,14 +187,49 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         with _importing_without_cuda_libraries():
             super().exec_module(module)
         vars(module).update({name: recorded(one) for name, one in triton.replacements(module.__name__).items()})
+        if module.__name__ == _ROOT and _FEATURE_READER in sys.modules:
+            _read_features_as_te(sys.modules[_FEATURE_READER])
         if module.__name__ == f"{_ROOT}.common":
             vars(module)["load_framework_extension"] = lambda framework: None
+        elif module.__name__ == f"{_ROOT}.pytorch.ep":
+            vars(module)["_check_nccl_runtime_version"] = lambda: None
         elif module.__name__ == f"{_ROOT}.pytorch.graph":
             vars(module)["_graph_pool_handle"] = cuda.graph_pool_handle
         elif module.__name__ == f"{_ROOT}.pytorch.attention.linear_attention.base":
             vars(module)["_import_linear_attention_op"] = linear_attention.operation
         elif module.__name__ == f"{_ROOT}.pytorch.attention.fused_mla_q_uproj":
             vars(module)["_cudnn_frontend_version_supported"] = lambda: True
+
+
+_FEATURE_READER = "nvdlfw_inspect.debug_manager"
+
+
+class _FeatureReaderLoader(importlib.machinery.SourceFileLoader):
+    """Loads the module of nvdlfw_inspect that reads files of features."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _read_features_as_te(module)
+
+
+def _read_features_as_te(reader: Any) -> None:
+    """Let nvdlfw_inspect read TE's files of features as modules of a TE on the CPU kernels, if that is the TE here."""
+    read = reader.import_and_exec_module
+
+    def read_as_te(path: str) -> None:
+        package = importlib.util.find_spec(_ROOT)
+        folder = Path(path).resolve().parent
+        homes = package.submodule_search_locations if package is not None else None
+        home = next((Path(one).resolve() for one in homes or () if folder.is_relative_to(Path(one).resolve())), None)
+        if home is None or package is None or not isinstance(package.loader, _CpuLoader):
+            read(path)
+            return
+        parts = Path(path).resolve().relative_to(home).with_suffix("").parts
+        module = ModuleType(".".join((_ROOT, *parts)))
+        module.__package__ = ".".join((_ROOT, *parts[:-1]))
+        _CpuLoader(module.__name__, path).exec_module(module)
+
+    reader.import_and_exec_module = read_as_te
 
 
 class _ExtensionLoader(importlib.abc.Loader):
@@ -218,6 +256,11 @@ class CpuFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == _FEATURE_READER:
+            spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+            if spec is not None and spec.origin is not None:
+                spec.loader = _FeatureReaderLoader(fullname, spec.origin)
+            return spec
         if fullname.partition(".")[0] not in (_ROOT, extension.NAME):
             return None
         if not (self._is_wanted() if fullname == _ROOT else is_loaded()):

@@ -20,6 +20,7 @@ from te_on_cpu import cuda, distributed
 # ``tensor.cuda()``                      ``tensor.cpu()``                       stays where the kernels run
 # ``torch.is_autocast_enabled()``        the same with ``"cpu"``                without a device it asks about the GPU
 # ``torch.empty(..., pin_memory=x)``     ``pinned(torch.empty(...), x)``        memory is pinned for a GPU
+# ``group._comm_ptr()``                  any number                             gloo has no communicator of NCCL
 # =====================================  =====================================  =======================================
 #
 # Sources other than TransformerEngine's use more spellings, which ``normalize_devices`` reduces to these:
@@ -87,6 +88,8 @@ class _CudaMeansCpu(ast.NodeTransformer):
                 node.args = [ast.copy_location(ast.Constant("cpu"), node)]
             case ast.Call(func=ast.Attribute(attr="cuda") as method, args=[]):
                 method.attr = "cpu"
+            case ast.Call(func=ast.Attribute(attr="_comm_ptr", value=owner), args=[]):
+                return _ask_cuda("comm_ptr", node, owner)
         asked = (
             [each.value for each in node.keywords if each.arg == "pin_memory"] if _is_torch(_root(node.func)) else []
         )

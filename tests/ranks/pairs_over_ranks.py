@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
+import torch
 from torch import nn
 
 import parity
@@ -50,5 +52,111 @@ def dropping(te, ranks, p=0.5, is_declared=True):
             splits={"input": [over("dp")], "output": [over("dp")]},
             finish=lambda module: ranks and add_up(list(module.parameters()), ranks.dp.group),
             dropout=is_declared,
+        ),
+    )
+
+
+def faked(te, ranks, folder):
+    import nvdlfw_inspect.api as debug_api
+
+    if debug_api.DEBUG_MANAGER is None:
+        of_layer = {"gemms": ["fprop"], "tensors": ["activation", "weight"], "quant_format": "FP8E5M2"}
+        fake = {"FakeQuant": {"enabled": True, **of_layer}}
+        config = {"one": {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": fake}}
+        features = os.path.join(os.path.dirname(os.path.dirname(te.__file__)), "debug", "features")
+        debug_api.initialize(config, feature_dirs=[features], log_dir=folder)
+    return parity.Pair(
+        reference=nn.Linear(32, 32),
+        candidate=te.Linear(32, 32, name="linear"),
+        inputs=lambda rng: rng.normal(16, 32),
+        weights={"weight": "weight", "bias": "bias"},
+        parallel=parity.Parallel(
+            splits={"input": [over("dp")], "output": [over("dp")]},
+            finish=lambda module: ranks and add_up(list(module.parameters()), ranks.dp.group),
+        ),
+    )
+
+
+EXPERTS, CHOICES, TOKENS, HIDDEN = 4, 2, 16, 32
+
+
+class Experts(nn.Module):
+    """A router, and linear experts whose results are added by its weights; this is the rule, one expert at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        weights, chosen = route(self.router, x)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            share = (weights * (chosen == number)).sum(-1, keepdim=True).to(x.dtype)
+            y = y + expert(x) * share
+        return y
+
+
+def route(router, x):
+    weights, chosen = router(x).float().softmax(-1).topk(CHOICES)
+    return weights, chosen
+
+
+class ExpertsByTe(nn.Module):
+    """The same with TE's API for expert parallelism, each rank with some of the experts."""
+
+    def __init__(self, te, ranks, mistake, alignment, capacity):
+        super().__init__()
+        self.ep, self.mistake, self.alignment, self.capacity = ranks.ep, mistake, alignment, capacity
+        self.local = EXPERTS // ranks.ep.size
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = te.GroupedLinear(self.local, HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x):
+        if self.ep.size == 1:
+            return Experts.forward(self.as_reference(), x)
+        from transformer_engine.pytorch import ep
+
+        if not ep.is_ep_bootstrapped():
+            ep.ep_bootstrap(self.ep.group, EXPERTS, len(x), HIDDEN, CHOICES, self.capacity)
+        weights, chosen = route(self.router, x)
+        if self.mistake == "experts exchanged":
+            chosen = (chosen + self.local) % EXPERTS
+        if self.mistake == "tokens dropped":
+            chosen = chosen.masked_fill((torch.arange(len(x)) % 4 == 0)[:, None] & (chosen == 0), -1)
+        sizes = len(x), HIDDEN, self.local, self.capacity
+        buffer = ep.EpBuffer(CHOICES, *sizes, alignment=self.alignment)
+        tokens, shares, counts = ep.ep_dispatch(buffer, x, chosen, weights)
+        rows = int(counts.sum())
+        y = self.experts(tokens[:rows], counts.tolist())
+        if self.mistake != "weights not applied":
+            y = y * shares[:rows, None].to(y.dtype)
+        y = nn.functional.pad(y, (0, 0, 0, len(tokens) - rows))
+        return ep.ep_combine(buffer, y, num_local_tokens=len(x))
+
+    def as_reference(self):
+        """Return this one rank's modules as ``Experts`` has them."""
+        held = nn.Module()
+        held.router = self.router
+        held.experts = [partial(self.apply_expert, number) for number in range(EXPERTS)]
+        return held
+
+    def apply_expert(self, number, x):
+        splits = [len(x) if each == number else 0 for each in range(EXPERTS)]
+        return self.experts(x, splits)
+
+
+def experts_by_te(te, ranks, mistake="", alignment=0, capacity=None):
+    return parity.Pair(
+        reference=Experts(),
+        candidate=ExpertsByTe(te, ranks, mistake, alignment, capacity),
+        inputs=lambda rng: rng.normal(TOKENS * 4, HIDDEN),
+        weights={
+            "router.weight": "router.weight",
+            **{f"experts.{i}.weight": f"experts.weight{i}" for i in range(EXPERTS)},
+        },
+        parallel=parity.Parallel(
+            splits={"input": [over("ep")], "output": [over("ep")]},
+            finish=lambda module: ranks and add_up(list(module.router.parameters()), ranks.ep.group),
         ),
     )

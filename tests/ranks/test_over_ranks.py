@@ -9,7 +9,8 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from pairs_over_ranks import dropping, linear
+from packaging.version import Version
+from pairs_over_ranks import dropping, experts_by_te, faked, linear
 from torch import nn
 
 import parity
@@ -39,6 +40,44 @@ def test_a_mistake_is_named(wrong):
     (result,) = parity.compare(case_of(wrong.host, wrong.variant), ["bf16"], ranks=wrong.ranks)
     assert result.status == "failed"
     assert result.findings[0].title in wrong.titles
+
+
+HAS_EP = pytest.mark.skipif(Version(parity.te.version()) < Version("2.20"), reason="TE's API for experts is of 2.20")
+
+
+def spread_experts(ranks, precision="bf16", **options):
+    (result,) = parity.compare(
+        Case("experts", partial(experts_by_te, **options), sizes=({},)), [precision], ranks=dict(ep=ranks)
+    )
+    return result
+
+
+@HAS_EP
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "fp8_current", "alignment": 16, "capacity": 256}], ids=["eager", "fixed"]
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_right_mixture_on_te_s_expert_parallelism_passes(ranks, options):
+    result = spread_experts(ranks, **options)
+    assert (result.status, result.findings) == ("passed", ()), result.reason
+    assert max(one.margin for one in result.tensors) < 1
+
+
+@HAS_EP
+@pytest.mark.parametrize("mistake", ["experts exchanged", "weights not applied", "tokens dropped"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_wrong_mixture_on_te_s_expert_parallelism_fails(ranks, mistake):
+    assert spread_experts(ranks, mistake=mistake).status == "failed"
+
+
+def test_what_debug_features_change_on_ranks_is_expected(tmp_path):
+    pytest.importorskip("nvdlfw_inspect.api", reason="TE's debug features need nvdlfw_inspect")
+    case = Case("faked", partial(faked, folder=str(tmp_path)), sizes=({},))
+    (result,) = parity.compare(case, ["bf16"], ranks=dict(dp=2))
+    assert result.passed, result.reason
+    assert any("weight (E5M2, one scale: fprop" in note for note in result.notes)
+    output = next(one for one in result.tensors if one.kind == "output")
+    assert output.errors.relative_l2 == pytest.approx(output.expected.relative_l2, rel=0.15)
 
 
 # A candidate that is also wrong in one process, and ranks that fail.
