@@ -24,6 +24,7 @@ from parity.recordings import folder
 from parity.recordings.folder import StoredPass
 from parity.recordings.joined import find_degrees
 from parity.recordings.judged import JudgedPass, judge_pass
+from te_on_cpu.graphs import CUDAGraph, graph
 from tests.recordings import pairs
 
 KERNELS = te.kernels("cpu")
@@ -114,6 +115,23 @@ def frozen(module: nn.Module, part: str) -> nn.Module:
     return module
 
 
+def graphed(
+    module: nn.Module, recipe: str = "", parts: Callable[[Any], Any] = lambda model: tuple(model.layers)
+) -> Any:
+    """Let parts of a model replay CUDA graphs, each with a sample of its own."""
+    import transformer_engine.common.recipe as recipes
+
+    of_module = parts(module)
+    samples = [
+        (torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16, requires_grad=True),)
+        for _ in (of_module if isinstance(of_module, tuple) else (of_module,))
+    ]
+    given = tuple(samples) if isinstance(of_module, tuple) else samples[0]
+    options = dict(enabled=True, recipe=getattr(recipes, recipe)()) if recipe else {}
+    KERNELS.te.make_graphed_callables(of_module, given, **options)
+    return module
+
+
 def torchs_checkpoint(layer: nn.Module, x: Tensor) -> Any:
     return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
@@ -138,6 +156,23 @@ def torchs_checkpoint(layer: nn.Module, x: Tensor) -> Any:
         ("bf16", lambda: frozen(ported(), "attn"), {}),
         ("bf16", lambda: Checkpointed(ported(), torchs_checkpoint), {}),
         ("bf16", lambda: Checkpointed(ported(), KERNELS.te.checkpoint), dict(pass_of=with_gradient)),
+        ("bf16", lambda: graphed(ported()), dict(pass_of=with_gradient)),
+        (
+            "bf16",
+            lambda: graphed(ported(), parts=lambda model: model),
+            dict(pass_of=with_gradient, micro_batches=2, passes=2),
+        ),
+        ("fp8_current", lambda: graphed(ported(), "Float8CurrentScaling"), dict(pass_of=with_gradient)),
+        (
+            "fp8_delayed",
+            lambda: graphed(ported(), "DelayedScaling"),
+            dict(pass_of=with_gradient, recipe="DelayedScaling", count=4),
+        ),
+        (
+            "fp8_current",
+            lambda: graphed(ported(), "Float8CurrentScaling", lambda model: model.layers[1]),
+            dict(pass_of=with_gradient, recipe="Float8CurrentScaling"),
+        ),
     ],
     ids=lambda one: one if isinstance(one, str) else None,
 )
@@ -189,6 +224,50 @@ def test_a_mistake_of_a_running_training_is_found_in_its_layer(mistake: str, tmp
     if mistake == "detached":
         assert first.backward
         assert found.result.findings[0].title == "gradient-path-missing"
+
+
+@pytest.mark.parametrize("mistake", ["residual", "norm"])
+def test_a_mistake_inside_a_cuda_graph_is_found_in_its_layer(mistake: str, tmp_path: Path):
+    (stored,) = train(tmp_path, graphed(ported(mistake)), pass_of=with_gradient)
+    found = judge(stored)
+    assert found.result.status == "failed"
+    assert found.stages is not None
+    assert [stage.stage.watched for stage in found.stages.all[:2]] == ["te.Graphed"] * 2
+    assert found.stages.flagged
+    assert all("layers.0" not in call.site[0] for one in found.stages.flagged[:1] for call in one.stage.calls)
+
+
+def test_layers_are_recorded_after_they_were_captured_in_the_same_context(tmp_path: Path):
+    module, x = ported(), torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16)
+    with parity.recording(tmp_path):
+        with_gradient(graphed(module), x)
+    (stored,) = folder.read(tmp_path)
+    assert stored.index.number == 0
+    assert is_right(judge(stored))
+
+
+def test_a_graph_of_a_whole_step_is_an_error_that_says_what_to_do(tmp_path: Path):
+    module, x = ported(), torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(module.parameters())
+
+    def capture() -> CUDAGraph:
+        made = CUDAGraph()
+        with graph(made):
+            module(x)
+        return made
+
+    def train_by_replays(made: CUDAGraph) -> None:
+        with parity.recording(tmp_path / "replayed"):
+            made.replay()
+            optimizer.step()
+
+    with (
+        parity.recording(tmp_path / "captured"),
+        pytest.raises(parity.UserError, match="Model cannot be recorded while"),
+    ):
+        capture()
+    with pytest.raises(parity.UserError, match=r"step 0 was not recorded, .*make_graphed_callables"):
+        train_by_replays(capture())
 
 
 def test_the_writer_leaves_the_training_as_it_is(tmp_path: Path):
@@ -309,17 +388,28 @@ def average(parameter: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["", "Float8CurrentScaling"])
-def test_what_te_adds_to_main_grad_is_judged_and_not_what_a_wrapper_makes_of_it(recipe: str, tmp_path: Path):
+@pytest.mark.parametrize("is_graphed", [False, True])
+def test_what_te_adds_to_main_grad_is_judged_and_not_what_a_wrapper_makes_of_it(
+    recipe: str, is_graphed: bool, tmp_path: Path
+):
     module = ported()
     for part in module.modules():
         if hasattr(part, "fuse_wgrad_accumulation"):
             part.fuse_wgrad_accumulation = True
             part.weight.main_grad = torch.ones(part.weight.shape)  # an earlier micro-batch's
             part.weight.grad_added_to_main_grad = False  # as Megatron has it; TE then returns a tensor of anything
-            part.weight.register_post_accumulate_grad_hook(average)
-    del module.layers[0].up.weight.grad_added_to_main_grad  # otherwise it returns no gradient
-    stored = train(tmp_path, module, recipe=recipe, micro_batches=2, passes=2, count=1)
-    assert all(not one.index.unreached for one in stored)
+    held = [x for x in module.parameters() if hasattr(x, "main_grad")]
+    if is_graphed:
+        graphed(module, recipe)
+        for x in held:
+            x.grad_added_to_main_grad = False  # as Megatron does before each step; a replay does not set it
+            x.main_grad.fill_(1.0)  # warming up has added to it
+    for x in held:
+        x.register_post_accumulate_grad_hook(average)
+    if not is_graphed:
+        del module.layers[0].up.weight.grad_added_to_main_grad  # otherwise it returns no gradient
+    stored = train(tmp_path, module, recipe=recipe, pass_of=with_gradient, micro_batches=2, passes=2, count=1)
+    assert not [name for one in stored for name in one.index.unreached]
     assert all(one.tensor("gradient of weight", "layers.0.up.weight").dtype == torch.float32 for one in stored)
     found = [judge(one) for one in stored]
     assert all(is_right(one) and not one.notes for one in found), [one.result for one in found]
