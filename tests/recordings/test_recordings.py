@@ -498,7 +498,7 @@ def train_divided(path: str, mistake: str, cp: int, sequence_parallel: bool, rec
     x = torch.randn(16, 4, pairs.WIDTH, dtype=torch.bfloat16)
     with parity.recording(path), autocast(recipe):
         split = [parity.over("cp", balanced=True), *([parity.over("tp")] if sequence_parallel else [])]
-        module(part(x, split, made, place)).float().square().mean().backward()
+        module(part(x, split, made, place)).float().square().sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -519,7 +519,7 @@ def test_what_tensor_parallel_ranks_recorded_is_put_together(
         judge(*passes[:1], pair="divided")
 
 
-def train_sparse(path: str, cp: int, ep: int, mistake: str, takes_whole: bool) -> None:
+def train_sparse(path: str, cp: int, ep: int, mistake: str, takes_whole: bool, stacked: bool = False) -> None:
     """Train a layer over context and expert parallel ranks, from the same weights as one process has."""
     from torch import distributed
 
@@ -528,12 +528,13 @@ def train_sparse(path: str, cp: int, ep: int, mistake: str, takes_whole: bool) -
     made = Degrees(cp=cp, ep=ep)
     place, ranks = made.place(distributed.get_rank()), joined(made)
     torch.manual_seed(1)
-    whole = dict(pairs.Sparse(KERNELS.te, WHOLE).to(torch.bfloat16).named_parameters())
-    module = pairs.Sparse(KERNELS.te, ranks, mistake, takes_whole).to(torch.bfloat16)
+    whole = dict(pairs.Sparse(KERNELS.te, WHOLE, stacked=stacked).to(torch.bfloat16).named_parameters())
+    module = pairs.Sparse(KERNELS.te, ranks, mistake, takes_whole, stacked).to(torch.bfloat16)
     names = whole_names([name for name, _ in module.named_parameters()], list(whole), ep, place["ep"])
     with torch.no_grad():
         for name, x in module.named_parameters():
-            x.copy_(whole[names[name]])
+            of_stack = [parity.over("ep")] if x.dim() > 2 else []
+            x.copy_(part(whole[names[name]], of_stack, made, place))
     torch.manual_seed(0)
     batch = torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16), torch.randint(pairs.EXPERTS, (4, 16))
     split = [parity.over("ep", dim=0), *([] if takes_whole else [parity.over("cp", dim=1, balanced=True)])]
@@ -547,14 +548,19 @@ SPARSE: dict[str, tuple[int, int, str, bool, str]] = {
     "a part of its own": (2, 1, "", True, ""),
     "neighbouring chunks": (2, 1, "contiguous", True, "between the inputs and the 1st 'scaled_dot_product_attention'"),
     "two experts of a rank exchanged": (1, 2, "experts", False, 'map "up.2.weight" to "fc1.weight3"'),
+    "stacked experts": (1, 2, "", False, ""),
+    "stacked experts and attention": (2, 2, "", False, ""),
+    "two stacked experts exchanged": (1, 2, "experts", False, "up.2"),
 }
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_what_context_and_expert_parallel_ranks_recorded_is_put_together(name: str, tmp_path: Path):
     cp, ep, mistake, takes_whole, told = SPARSE[name]
-    launch(train_sparse, cp * ep, [str(tmp_path), cp, ep, mistake, takes_whole], timeout=300.0)
-    found = judge(*folder.read(tmp_path), pair="sparse_of_whole" if takes_whole else "sparse")
+    stacked = "stacked" in name
+    launch(train_sparse, cp * ep, [str(tmp_path), cp, ep, mistake, takes_whole, stacked], timeout=300.0)
+    pair = "sparse_of_whole" if takes_whole else "sparse_stacked" if stacked else "sparse"
+    found = judge(*folder.read(tmp_path), pair=pair)
     assert is_right(found) == (not mistake), found.result
     assert any(told in finding.message for finding in found.result.findings) or not mistake, found.result
     assert any("neighbouring parts of a sequence" in note for note in found.notes) == (mistake == "contiguous")
@@ -727,6 +733,43 @@ def test_parity_bisect_names_the_first_value_that_differs_and_which_side_is_off(
     code, told = run("bisect", str(tmp_path / "before"), str(tmp_path / "other"))
     assert code == 1, told
     assert "the two models make other calls from value" in told
+
+
+def train_whole(path: str, mistake: str) -> None:
+    """Train the layers of ``train_divided`` in one process, from the same weights and on the same batch."""
+    torch.manual_seed(1)
+    module = pairs.Layers(KERNELS.te, mistake, fuse_qkv_params=False).to(torch.bfloat16)
+    torch.manual_seed(0)
+    x = torch.randn(16, 4, pairs.WIDTH, dtype=torch.bfloat16)
+    with parity.recording(path):
+        module(x).float().square().sum().backward()
+
+
+def test_parity_bisect_puts_ranks_together_that_divide_a_pass_otherwise(tmp_path: Path):
+    one, tp, both = (str(tmp_path / name) for name in ("one", "tp", "both"))
+    train_whole(one, "")
+    launch(train_divided, 2, [tp, "unscaled", 1, False, ""], timeout=300.0)
+    launch(train_divided, 4, [both, "", 2, True, ""], timeout=300.0)
+    code, told = run("bisect", one, tp)
+    assert code == 1
+    assert f"{one} is of 1 rank and {tp} of 2 ranks (tp2): name the model's pair" in told
+    pair = ("--reference", f"{FILE}::divided")
+    code, told = run("bisect", one, tp, *pair)
+    assert code == 1, told
+    assert (
+        "forward: first differs the result of _Linear in layers.0.self_attention.proj" in told
+    )  # whose sum is divided
+    assert "one: passed" in told
+    after = told[told.index("tp: failed") :]
+    assert "in gradients, it is off: up to the d 2nd 'add' of layers.1" in after
+    code, told = run("bisect", one, both, *pair)
+    assert code == 0, told
+    assert "forward: first differs the result of _Linear in layers.0.self_attention.proj" in told
+    assert all(part in told for part in ("one: passed", "both: passed", "it is as right as rounding allows")), told
+    code, told = run("bisect", both, tp, *pair)
+    assert code == 1, told
+    assert "both: passed" in told
+    assert "tp: failed" in told
 
 
 def test_recordings_that_begin_otherwise_are_not_bisected(recorded: Path, tmp_path: Path):
