@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
 
 from parity import data_files, shown, te
+from parity.case.case import Case
+from parity.case.validate import CheckedSize
 from parity.cli.stages import load_pair
 from parity.plugin.options import parse_backend, parse_precision
 from parity.ranks.layout import Degrees
 from parity.recordings.differences import Bisection, Difference, bisect_dumps, bisect_passes
 from parity.recordings.dumps import DumpedFile, find_files, judge_files
 from parity.recordings.environment import compare_environments, describe_environment
-from parity.recordings.folder import StoredPass, read
-from parity.recordings.joined import find_degrees, group_ranks
-from parity.recordings.judged import JudgedPass, judge_pass
+from parity.recordings.folder import RecordedPass, StoredPass, read
+from parity.recordings.joined import find_degrees, group_ranks, join_ranks
+from parity.recordings.judged import JudgedPass, judge_pass, precision_of
 from parity.report.failure import causes_and_figures, describe_verdict
 from parity.report.numbers import plural, short
 from parity.report.record import Item
@@ -25,6 +28,7 @@ from parity.search.located import describe_end, describe_place
 from parity.shown import few_of
 from parity.stages.judge import Judged, is_flagged
 from parity.stages.locate import Stages
+from parity.te import Kernels, precision_named
 from parity.user_error import UserError
 
 _MOST_TOLD = 8  # differences of outputs and gradients
@@ -152,13 +156,22 @@ def bisect(first: Path, second: Path, reference: str, size: str, backend: str) -
             print(shown.text(f"note: only one of them has {few_of(only)}"))
         return True
     known = {path: read(path) for path in (first, second)}
-    pairs = list(_match_passes(known[first], known[second], first, second))
-    _print_environments(pairs[0][0].index.environment, pairs[0][1].index.environment, first.name, second.name)
     pair = load_pair(reference, size, backend) if reference else None
     made: dict[Path, Degrees] = {}
     if pair is not None:
         case, checked, kernels = pair
         made = {path: find_degrees(some[0].index, case, kernels, checked.size) for path, some in known.items()}
+    layouts = {path: _describe_layout(some[0].index, made.get(path)) for path, some in known.items()}
+    if layouts[first] != layouts[second]:
+        if pair is None:
+            raise UserError(
+                f"{first} is of {layouts[first]} and {second} of {layouts[second]}: name the model's pair, which tells "
+                "how to put ranks together: --reference my_pairs.py::my_model"
+            )
+        known = {path: _join_groups(some, made[path], pair) for path, some in known.items()}
+        made = dict.fromkeys(known, Degrees())
+    pairs = list(_match_passes(known[first], known[second], first, second))
+    _print_environments(pairs[0][0].index.environment, pairs[0][1].index.environment, first.name, second.name)
     groups = {path: group_ranks(known[path], degrees) for path, degrees in made.items()}
     judged: dict[tuple[Path, int], JudgedPass] = {}  # each group once, however many ranks it has
     is_right = True
@@ -166,14 +179,32 @@ def bisect(first: Path, second: Path, reference: str, size: str, backend: str) -
         found = bisect_passes(one, other)
         print(shown.text("\n".join(_list_differences(one.index, found))))
         if pair is not None and not found.is_same:
-            for path, stored in ((first, one), (second, other)):
-                number = next(number for number, group in enumerate(groups[path]) if stored in group)
-                if (path, number) not in judged:
-                    judged[path, number] = judge_pass(groups[path][number], made[path], *pair)
-                side = judged[path, number]
-                print(shown.text("\n".join(_list_side(path.name, side, found))))
+            for number, (path, stored) in enumerate(((first, one), (second, other))):
+                place = next(place for place, group in enumerate(groups[path]) if stored in group)
+                if (path, place) not in judged:
+                    judged[path, place] = judge_pass(groups[path][place], made[path], *pair)
+                side = judged[path, place]
+                print(shown.text("\n".join(_list_side(path.name, side, found, number))))
                 is_right = is_right and side.result.passed
     return is_right
+
+
+def _describe_layout(index: RecordedPass, made: Degrees | None) -> str:
+    degrees = made or Degrees(tp=index.tp, cp=index.cp, sequence_parallel=index.sequence_parallel)
+    return f"{plural(index.ranks, 'rank')}{f' ({degrees.label})' * (degrees.count > 1)}"
+
+
+def _join_groups(
+    passes: Sequence[StoredPass], made: Degrees, pair: tuple[Case, CheckedSize, Kernels]
+) -> list[StoredPass]:
+    """Return the passes as one process would have computed each, numbered by the batches that ranks share."""
+    case, checked, kernels = pair
+    found: list[StoredPass] = []
+    for group in group_ranks(passes, made):
+        at = precision_named(precision_of(group[0]))
+        one = join_ranks(group, made, lambda: case.build(kernels.te, checked.size), kernels, at)
+        found.append(replace(one, index=replace(one.index, rank=one.index.rank // made.count)))
+    return found
 
 
 def _match_passes(
@@ -204,11 +235,11 @@ def _list_differences(place: object, found: Bisection) -> Iterator[str]:
         yield f"  and {len(found.later) - _MOST_TOLD} more, by less"
 
 
-def _list_side(name: str, judged: JudgedPass, found: Bisection) -> Iterator[str]:
-    """Yield what the reference says of one side, at the first difference and in the end."""
+def _list_side(name: str, judged: JudgedPass, found: Bisection, number: int) -> Iterator[str]:
+    """Yield what the reference says of one side, the first or second, at the first difference and in the end."""
     yield f"  {name}: {judged.result.status}, margin {short(judged.result.margin)}"
     for first in (found.forward, found.backward):
-        one = None if first is None or judged.stages is None else _find_stage(judged.stages, first)
+        one = None if first is None or judged.stages is None else _find_stage(judged.stages, first, number)
         if first is not None and one is not None:
             told = "off" if is_flagged(one) else "as right as rounding allows"
             yield (
@@ -217,7 +248,7 @@ def _list_side(name: str, judged: JudgedPass, found: Bisection) -> Iterator[str]
             )
 
 
-def _find_stage(stages: Stages, first: Difference) -> Judged | None:
+def _find_stage(stages: Stages, first: Difference, number: int) -> Judged | None:
     """Return the stage in which a value, or its gradient, is computed: the first that ends with it or after it."""
     orders = {match.value.site: match.watched.order for match in stages.found.values()}
     backward = first.kind != "value"
@@ -227,7 +258,8 @@ def _find_stage(stages: Stages, first: Difference) -> Judged | None:
         if one.stage.backward == backward and not one.stage.parameter and one.stage.end in orders
     ]
     # A backward pass goes from later values to earlier ones.
-    reached = [(order, one) for order, one in ends if (order <= first.place if backward else order >= first.place)]
+    place = first.places[number]
+    reached = [(order, one) for order, one in ends if (order <= place if backward else order >= place)]
     sign = -1 if backward else 1
     return min(reached, key=lambda entry: sign * entry[0], default=(0, None))[1]
 

@@ -107,7 +107,8 @@ class Experts:
 
     Attributes:
         count, chosen, width: how many there are, how many a token goes to, and their inner width.
-        score: how the router scores experts: ``softmax``, ``sigmoid``, or ``softmax_of_chosen``.
+        score: how the router scores experts: ``softmax``, ``sigmoid``, ``softmax_of_chosen``, or ``sparsemixer`` for
+            PhiMoE's function.
         renormalised: whether the weights of the chosen ones are made to add up to 1.
         groups: for a choice among the best groups only: how many groups, and how many are kept.
         correction: the router's buffer that is added to scores when experts are chosen; empty if there is none.
@@ -127,7 +128,7 @@ class Experts:
     count: Expression
     chosen: Expression
     width: Expression
-    score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    score: Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"] = "softmax"
     renormalised: bool = True
     groups: tuple[Expression, Expression] | None = None
     correction: str = ""
@@ -268,6 +269,11 @@ class Form:
     def te_activation(self) -> str:
         """TE's name of the MLP's activation; empty if TE has none."""
         return _ACTIVATIONS.get(self.mlp.activation, ("", ""))[self.mlp.gated]
+
+    @property
+    def draws_experts(self) -> bool:
+        """Whether the router draws experts in training, so that only an evaluation can be compared."""
+        return self.experts is not None and self.experts.score == "sparsemixer"
 
     @property
     def has_fused_mlp(self) -> bool:

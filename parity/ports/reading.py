@@ -53,11 +53,15 @@ def _import_transformers() -> Any:
         raise UserError("reading a model's configuration needs transformers: pip install transformers") from error
 
 
+# Kinds of layers that carry a state, as transformers names them; lightning attention and Mamba are linear attention.
+_CARRYING = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+
+
 def build(config: Config) -> nn.Module:
     """Return the model of a configuration: a decoder with its head, an encoder without one, the encoder of both.
 
     Raises:
-        UserError: if transformers cannot build it.
+        UserError: if transformers cannot build it, or its layers are of a kind of which no port can be written.
     """
     transformers = _import_transformers()
     classes = type(config)
@@ -65,6 +69,13 @@ def build(config: Config) -> nn.Module:
     if getattr(config, "is_encoder_decoder", False) and not is_half:
         raise UserError(
             f"a model of {classes.__name__} has an encoder and a decoder, of which no port can be written yet"
+        )
+    carrying = sorted(_CARRYING.intersection(getattr(config, "layer_types", None) or ()))
+    if carrying:
+        raise UserError(
+            f"a model of {classes.__name__} has layers of {few_of(carrying)}, which carry a state from token to token: "
+            "no port of these can be written yet. TE 2.20 has linear attention by the delta rule alone, by kernels of "
+            "cuDNN's Python frontend"
         )
     is_encoder = classes in transformers.AutoModelForMaskedLM._model_mapping
     kind = transformers.AutoModel

@@ -50,8 +50,7 @@ def write(config: Config) -> tuple[str, Form]:
     if importlib.util.find_spec(page) is not None:
         importlib.import_module(page).adapt(form, config)
     elif form.kind not in pages.PLAIN:
-        unknown = f"te-parity does not know {form.kind}; this port follows from its names and modules"
-        form.unknown.append(pages.NOT_PORTED.get(form.kind, unknown))
+        form.unknown.append(f"te-parity does not know {form.kind}; this port follows from its names and modules")
     map_weights(structure, form)
     _note_gaps(form, config)
     return _render_port(form, config), form
@@ -83,9 +82,15 @@ def _note_gaps(form: Form, config: Config) -> None:
             "this is the encoder alone, since no decoder with attention to it can be written yet; a checkpoint of the "
             "whole model is converted and proved with --prefix model.encoder. --ignore 'model.decoder.*'"
         )
-    rates = without_dropout(config)
+    rates = _list_rates(form, config)
     if rates:
         form.gaps.append(f"dropout is left out ({', '.join(rates)}), since masks cannot be compared; TE has it")
+
+
+def _list_rates(form: Form, config: Config) -> dict[str, float]:
+    """Return the configuration's rates of dropout and noise, each 0; what sparsemixer calls noise is its threshold."""
+    rates = without_dropout(config)
+    return {name: rate for name, rate in rates.items() if not (form.draws_experts and name == "router_jitter_noise")}
 
 
 def _list_scaled(form: Form) -> list[str]:
@@ -101,10 +106,9 @@ def _render_port(form: Form, config: Config) -> str:
     parameters = config.to_dict()
     inputs = next((_INPUTS[name] for name in _INPUTS if name in parameters), _IDS)
     held = {key: value for key, value in config.to_diff_dict().items() if key not in (*_NOISE, *_OF_BACKBONES)}
-    held |= without_dropout(config)
-    from_home = (
-        form.classes[1:] if form.kind in pages.ENCODERS else ("build_alibi_tensor",) * bool(form.attention.alibi)
-    )
+    held |= _list_rates(form, config)
+    functions = {"build_alibi_tensor": form.attention.alibi, "sparsemixer": form.draws_experts}
+    from_home = form.classes[1:] if form.kind in pages.ENCODERS else tuple(filter(functions.get, functions))
     return (
         _read_templates()
         .get_template("port.py.jinja")

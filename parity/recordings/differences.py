@@ -7,8 +7,9 @@ its arguments do.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from parity.numerics.errors import norm_of
 from parity.recordings.dumps import DumpedFile
-from parity.recordings.folder import StoredPass, key_of
+from parity.recordings.folder import RecordedPass, StoredPass, key_of
+from parity.recordings.joined import JoinedPass
 from parity.shown import few_of
 from parity.trace.trace import ordinal
 from parity.user_error import UserError
@@ -33,7 +35,7 @@ class Difference:
 
     Attributes:
         kind: what it is.
-        place: the number of the value; -1 for a parameter's gradient or an output.
+        places: the number of the value in each of the two; -1 for a parameter's gradient or an output.
         name: the function that returned the value, or the parameter or output.
         module: the submodule in which it was computed.
         relative: the norm of the difference over that of the first.
@@ -43,7 +45,7 @@ class Difference:
     """
 
     kind: Kind
-    place: int
+    places: tuple[int, int]
     name: str
     module: str
     relative: float
@@ -90,22 +92,27 @@ def bisect_passes(first: StoredPass, second: StoredPass) -> Bisection:
         UserError: if they are not of the same pass: their weights or arguments differ, or the calls of their models.
     """
     _check_same_beginning(first, second)
-    values = first.index.values
+    places = list(_pair_values(first, second))
     with first.opened() as one, second.opened() as other:
 
-        def differ(kind: Kind, names: Iterable[int | str]) -> Iterator[Difference]:
-            for name in names:
-                at = -1, str(name), ""
-                if isinstance(name, int):
-                    at = name, values[name].name.removeprefix("te."), values[name].module
-                found = _measure_difference(kind, *at, one(key_of(kind, name)), other(key_of(kind, name)))
+        def differ(kind: Kind, some: Iterable[tuple[int, int]]) -> Iterator[Difference]:
+            for both in some:
+                value = first.index.values[both[0]]
+                at = both, value.name.removeprefix("te."), value.module
+                found = _measure_difference(kind, *at, one(key_of(kind, both[0])), other(key_of(kind, both[1])))
                 if found is not None:
                     yield found
 
-        with_gradient = (place for place in reversed(range(len(values))) if values[place].has_gradient)
-        forward, backward = differ("value", range(len(values))), differ("gradient of value", with_gradient)
+        with_gradient = [
+            (mine, theirs)
+            for mine, theirs in reversed(places)
+            if first.index.values[mine].has_gradient and second.index.values[theirs].has_gradient
+        ]
+        forward, backward = differ("value", places), differ("gradient of value", with_gradient)
         named: tuple[Kind, ...] = "output", "gradient of weight"
-        later = [each for kind in named for each in differ(kind, first.index.names(kind))]
+        keys = [(kind, name, key_of(kind, name)) for kind in named for name in first.index.names(kind)]
+        compared = (_measure_difference(kind, (-1, -1), name, "", one(key), other(key)) for kind, name, key in keys)
+        later = [each for each in compared if each is not None]
         return Bisection(
             next(forward, None), next(backward, None), tuple(sorted(later, key=lambda each: -each.roundings))
         )
@@ -130,7 +137,7 @@ def bisect_dumps(
 
     def compare(backward: bool) -> Difference | None:
         found = (
-            _measure_difference("dumped", -1, f"{what} {name}", "", x, other[what])
+            _measure_difference("dumped", (-1, -1), f"{what} {name}", "", x, other[what])
             for name in both
             if mine[name].is_backward == backward
             for other in [theirs[name].read_values(device)]
@@ -154,8 +161,11 @@ def _number_files(files: Iterable[DumpedFile]) -> dict[str, DumpedFile]:
 
 
 def _measure_difference(
-    kind: Kind, place: int, name: str, module: str, one: Tensor, other: Tensor
+    kind: Kind, places: tuple[int, int], name: str, module: str, one: Tensor, other: Tensor
 ) -> Difference | None:
+    if one.dtype is torch.float64 or other.dtype is torch.float64:  # ranks' parts of a gradient were added up
+        coarser = max(one, other, key=lambda x: torch.finfo(x.dtype).eps).dtype
+        one, other = one.to(coarser), other.to(coarser)
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         both = [f"{x.dtype} of {tuple(x.shape)}" for x in (one, other)]
         raise UserError(f"{name} is {both[0]} in the first and {both[1]} in the second: compare runs of the same model")
@@ -170,7 +180,7 @@ def _measure_difference(
     dtype = str(one.dtype).removeprefix("torch.")
     return Difference(
         kind,
-        place,
+        places,
         name,
         module,
         relative,
@@ -193,6 +203,21 @@ def _check_same_beginning(first: StoredPass, second: StoredPass) -> None:
                     f"the two passes began with other {told} ({few_of(differing)}), so what follows must differ: "
                     "record the first step of both, from the same checkpoint and on the same batch"
                 )
+
+
+def _pair_values(first: StoredPass, second: StoredPass) -> Iterator[tuple[int, int]]:
+    """Yield the places of the values that both passes have; ranks may compute some that cannot be put together.
+
+    Raises:
+        UserError: if passes that were recorded alike make other calls.
+    """
+    if isinstance(first, JoinedPass) or isinstance(second, JoinedPass):
+        found = [_group_places(one.index) for one in (first, second)]
+        alike = (
+            zip(some, found[1][key], strict=True) for key, some in found[0].items() if len(some) == len(found[1][key])
+        )
+        yield from sorted(itertools.chain(*alike))
+        return
     calls = [[" in ".join(filter(None, (x.name, x.module))) for x in each.index.values] for each in (first, second)]
     for place, (mine_there, theirs_there) in enumerate(zip_longest(*calls, fillvalue="no call")):
         if mine_there != theirs_there:
@@ -200,3 +225,12 @@ def _check_same_beginning(first: StoredPass, second: StoredPass) -> None:
                 f"the two models make other calls from value {place} on: {mine_there}, and {theirs_there}; compare "
                 "recordings of the same code and the same attention backend"
             )
+        yield place, place
+
+
+def _group_places(index: RecordedPass) -> dict[tuple[object, ...], list[int]]:
+    """Return the places of a pass's values, by function, submodule and shape."""
+    found: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for place, one in enumerate(index.values):
+        found[one.name, one.module, index.tensors[key_of("value", place)]].append(place)
+    return found

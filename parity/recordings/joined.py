@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from parity.case.case import Case, Pair
+from parity.case.patterns import expanded_names
 from parity.case.transfer import fill, parameter_shapes
 from parity.case.validate import modules_without_memory
 from parity.passes.one_pass import positional_names
@@ -39,16 +40,33 @@ _JOINING: tuple[AxisName, ...] = ("tp", "cp", "ep")  # data parallel ranks are j
 def find_degrees(index: RecordedPass, case: Case, kernels: Kernels, size: Mapping[str, Any]) -> Degrees:
     """Return over how many ranks the pass was computed that have to be put together.
 
-    How many divide experts is told by the names of parameters, for a pair that is declared over expert parallel ranks.
+    How many divide experts is told by the names of parameters, or by the sizes of those that hold several experts, for
+    a pair that is declared over expert parallel ranks.
     """
     made = Degrees(tp=index.tp, cp=index.cp, sequence_parallel=index.sequence_parallel)
     declared = sorted({one.ep for one in case.ranks if one.ep > 1 and index.ranks % (one.ep * made.count) == 0})
-    whole = parameter_shapes(modules_without_memory(case, kernels.te, size).candidate) if declared else {}
+    if not declared:
+        return made
+    pair = modules_without_memory(case, kernels.te, size)
+    whole, own = parameter_shapes(pair.candidate), index.names("weight")
+    stacked = [
+        (index.tensors[key_of("weight", name)][over.dim], whole[name][over.dim])
+        for name, split in _find_declared(pair, whole).items()
+        for over in split
+        if over.axis == "ep" and name in own
+    ]
     for ep in declared:
-        own = index.names("weight")
-        if {name for rank in range(ep) for name in whole_names(own, list(whole), ep, rank).values()} == whole.keys():
-            return dataclasses.replace(made, ep=1 if whole.keys() == set(own) else ep)
+        is_divided = whole.keys() != set(own) or any(size * ep == full for size, full in stacked)
+        names = {name for rank in range(ep) for name in whole_names(own, list(whole), ep, rank).values()}
+        if is_divided and names == whole.keys():
+            return dataclasses.replace(made, ep=ep)
     return made
+
+
+def _find_declared(pair: Pair, shapes: Mapping[str, Shape]) -> dict[str, Split]:
+    """Return how the pair declares that parameters are divided, by their names."""
+    declared = expanded_names(pair.parallel.weights, shapes)
+    return {name: tuple(split) for name, split in declared.items() if name in shapes}
 
 
 def group_ranks(passes: Sequence[StoredPass], made: Degrees) -> list[list[StoredPass]]:
@@ -182,13 +200,14 @@ class _Joining:
     def join_parameters(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole parameters and their gradients, by key."""
         held: dict[str, dict[int, str]] = defaultdict(dict)
+        declared = _find_declared(self.pair, shapes)
         for rank, names in enumerate(self.names):
             for own, whole in names.items():
                 held[whole][rank] = own
         for name, owners in held.items():
             own = next(iter(owners.values()))
             marked = [Over("tp", *self.first.splits[own])] if own in self.first.splits else []
-            split = tuple(self.pair.parallel.weights.get(name, marked))
+            split = declared.get(name, tuple(marked))
             for kind in ("weight", "gradient of weight"):
                 parts = {
                     rank: one.tensor(kind, owners[rank])
@@ -244,6 +263,18 @@ class _Joining:
                         inside = [one for one in split if begin <= one.dim < end and self.made.of(one.axis) > 1]
                         return part[begin:end], tuple(dataclasses.replace(one, dim=one.dim - begin) for one in inside)
         return None
+
+    def order_columns(self, value: RecordedValue, columns: int) -> Tensor | None:
+        """Return how the whole module orders the columns of a layer with several weights, which TE concatenates.
+
+        Each rank has the columns of its part of the first weight, then of the second, as of queries, keys and values.
+        """
+        shapes = {name: self.first.tensors[key_of("weight", name)] for name in self.first.splits}
+        own = [shape for name, shape in shapes.items() if name.rpartition(".")[0] == value.module and len(shape) > 1]
+        sizes = [shape[0] for shape in own]
+        if len(sizes) < 2 or sum(sizes) * self.made.tp != columns:
+            return None
+        return torch.cat([some.flatten() for some in torch.arange(columns).view(self.made.tp, -1).split(sizes, 1)])
 
     def count_blocks(self, value: RecordedValue, columns: int) -> int:
         """Return of how many blocks a linear layer's columns are, each of which tensor parallel ranks divide."""
@@ -385,11 +416,13 @@ def _find_way(
     """Return what puts the parts of a value together, or of its gradient; None if it cannot be told."""
     is_even = len({x.shape for x in parts.values()}) == 1
     view, split = (_find_view(joining, parts[0].shape, value, whole.shape) if is_even else None) or ((), ())
+    order = joining.order_columns(value, whole.shape[-1]) if any(one.axis == "tp" for one in split) else None
     rows, rest = sum(len(x) for x in parts.values()), {x.shape[1:] for x in parts.values()}
 
     def place(some: Mapping[int, Tensor], over: Split = split) -> Tensor:
         viewed = {rank: x.reshape(view) for rank, x in some.items()}
-        return joining.place(viewed, over).reshape(whole.shape)
+        placed = joining.place(viewed, over).reshape(whole.shape)
+        return placed if order is None else placed[..., order]
 
     def follow(some: Mapping[int, Tensor]) -> Tensor:
         """Let the rows of one rank's experts follow those of the previous rank's."""

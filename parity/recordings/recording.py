@@ -8,6 +8,7 @@ as soon as its gradients are known, and another thread writes them.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import uuid
 from collections import Counter
@@ -31,12 +32,19 @@ from parity.recordings import folder as stored
 from parity.recordings.environment import describe_environment
 from parity.recordings.folder import DELAYED, RecordedPass, RecordedValue, key_of
 from parity.recordings.joined import count_ranks
+from parity.shown import few_of
 from parity.stages.watch import Watch, Watched, unwrapped_parameters
+from parity.te import emulation
 from parity.te.state import dequantized_tensor, state_manager
 from parity.trace.whose import is_of_te
 from parity.user_error import UserError
 
 _MOST = 16 << 30  # bytes of one pass, weights included
+_GRAPHS_OF_TE = "transformer_engine.pytorch.graph"
+_WITHOUT_GRAPH = (
+    "replays of a CUDA graph of the whole step call no module: record steps without it, or graph layers with TE's "
+    "make_graphed_callables, each of which is recorded as a whole"
+)
 _WRAPPED = "module."  # how DistributedDataParallel names what it wraps
 _FSDP1 = "_fsdp_wrapped_module."  # and FSDP1, which keeps parameters in one vector
 
@@ -179,18 +187,25 @@ class Recorder:
         self._waiting: list[_Running] = []  # passes whose gradients are to come
         self._in_backward: _Running | None = None  # the pass that gradients of parameters belong to
         self._count = 0  # passes of this step
+        self._unseen: list[str] = []  # steps that were to be recorded, in which no model was called
         self._stepping: Any = None  # the optimizer whose steps count
         self._writer = _Writer(path)
 
     def next_step(self) -> None:
         """End a step, for trainings whose optimizer is not one of PyTorch's."""
         self._finish_passes()
+        if self.step in self._steps and not self._count:
+            self._unseen.append(str(self.step))
         self.step += 1
         self._count = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record within the context; afterwards, everything is on disk."""
+        """Record within the context; afterwards, everything is on disk.
+
+        Raises:
+            UserError: if something could not be written, or the model was not called in a step that was to be recorded.
+        """
         handles = (
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
@@ -207,22 +222,33 @@ class Recorder:
                 self._finish_passes()
             finally:
                 self._writer.close()
+        if self._unseen:
+            raise UserError(
+                f"step {few_of(self._unseen)} was not recorded, since no module with parameters was called"
+                f"{' as model' * (self._model is not None)}; {_WITHOUT_GRAPH}"
+            )
 
     # When a pass begins and ends.
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        if self._current is not None:
-            self._current.watch.enter_module(module, args)
-            if any(map(is_of_te, type(module).__mro__)):  # FSDP derives a class from a module's
-                self._note_recipe(self._current, module)
-        elif self.step in self._steps and self._is_root(module):
+        if self._current is None and self.step in self._steps and self._is_root(module):
             if self._count < self._passes:
+                _check_not_capturing(module)
                 self._begin_pass(module)
             self._count += 1
+        if self._current is not None:
+            self._current.watch.enter_module(module, args)
+            is_graphed = _is_graphed(module)
+            for part in module.modules() if is_graphed else (module,):
+                if any(map(is_of_te, type(part).__mro__)):  # FSDP derives a class from a module's
+                    self._note_recipe(self._current, part, is_graphed)
 
     def _is_root(self, module: nn.Module) -> bool:
         if torch._C._current_graph_task_id() != -1:  # a backward pass computes a checkpointed layer again
+            return False
+        graph: Any = sys.modules.get(_GRAPHS_OF_TE)
+        if graph is not None and graph.is_graph_capturing():  # TE calls what it captures, to warm it up
             return False
         if self._model is not None:
             return module is self._model
@@ -271,10 +297,14 @@ class Recorder:
         # Hooks that came and went with each pass would change PyTorch's list of hooks while it goes through it.
         self._watching.enter_context(watch.following(root))
 
-    def _note_recipe(self, one: _Running, module: nn.Module) -> None:
+    def _note_recipe(self, one: _Running, module: nn.Module, is_graphed: bool) -> None:
         state: Any = getattr(state_manager(), "quantization_state", None)
         recipe = state.fp8_recipe if state is not None and state.fp8_enabled else None
         path = one.paths.get(id(module))
+        if is_graphed:  # it computes as it was captured, whatever the context is now
+            recipe = _find_captured_recipe(module)
+            multiplies = hasattr(module, "fp8") and next(module.parameters(recurse=False), None) is not None
+            path = path if multiplies or recipe is not None else None
         if path is not None:
             one.recipes[path] = type(recipe).__name__ if recipe is not None else ""
             if one.recipes[path] == DELAYED and not _has_scales(module):
@@ -332,7 +362,10 @@ class Recorder:
         key = key_of("gradient of weight", name)
         if self._in_backward is not one:
             return
-        if name in one.before and (gradient is None or getattr(parameter, "grad_added_to_main_grad", False)):
+        is_marked = getattr(parameter, "grad_added_to_main_grad", False)  # which a CUDA graph does not do
+        if name in one.before and (
+            gradient is None or is_marked or not torch.equal(parameter.main_grad, one.before[name])
+        ):
             overwrites = getattr(parameter, "overwrite_main_grad", False)
             one.gradients[key] = parameter.main_grad - (0.0 if overwrites else one.before[name])
         elif gradient is not None:
@@ -404,6 +437,30 @@ class Recorder:
             values.append(_describe_value(seen, one.prefix))
             tensors.update((key, x.to("cpu")) for key, x in known.items())
         return tuple(values)
+
+
+def _check_not_capturing(module: nn.Module) -> None:
+    """Check that no CUDA graph is captured as a pass begins: nothing can be copied to the host then.
+
+    Raises:
+        UserError: if one is.
+    """
+    cuda = torch.cuda if torch.cuda.is_available() else emulation.cuda
+    if cuda.is_current_stream_capturing():
+        raise UserError(f"{type(module).__name__} cannot be recorded while it is captured; {_WITHOUT_GRAPH}")
+
+
+def _is_graphed(module: nn.Module) -> bool:
+    """Return whether calls of a module replay a CUDA graph: ``make_graphed_callables`` gives it another forward."""
+    return getattr(vars(module).get("forward"), "__module__", "") == _GRAPHS_OF_TE
+
+
+def _find_captured_recipe(module: Any) -> Any:
+    """Return the recipe of a module's last call that was no replay; None if it did not quantize."""
+    if hasattr(module, "fp8"):
+        return module.fp8_meta["recipe"] if module.fp8 else None
+    of_operation = (getattr(module, "_fp8_metas", None) or {}).get("forward")
+    return of_operation and of_operation["recipe"]
 
 
 def _has_scales(module: nn.Module) -> bool:

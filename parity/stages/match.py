@@ -42,6 +42,7 @@ _MOST_ASSUMED = 3  # arguments of one call, such as q, k and v
 _MOST_CHOICES = 6  # values that an argument may be
 _MOST_COMBINATIONS = 48
 _TRIES = 4  # values in which rows are looked for, since only those before the first layer are nearly exact
+_GRAPH = "te.Graphed"  # replays a CUDA graph of whole layers, which may end with anything
 _MULTIPLIES = LINEAR | {"embedding", "conv1d", "conv2d", "conv3d"}
 
 
@@ -136,6 +137,11 @@ class Matcher:
         """Match a value of the candidate's if it fits one, or several with rows of each; return whether it does."""
         hits = self._by_weights(one)
         near = [] if hits else self._list_agreeing(one, self._values)
+        if one.name == _GRAPH and not near:
+            nearest = self._list_choices(one)[:1]
+            for hit in nearest:
+                self._take_match(one, hit, "next")
+            return bool(nearest)
         agrees = bool(near) or (bool(hits) and max(hit.distance for hit in hits) <= self._most)
         if not agrees and self._learn_rows(one, self._likely_values(one)):
             hits = self._by_weights(one)
@@ -218,7 +224,8 @@ class Matcher:
 
     def _by_weights(self, one: Watched, values: Values | None = None) -> list[_Hit]:
         """Return what the reference's linear layers with the weights of the candidate's return."""
-        if not one.weights or not (one.is_of_te or one.name in _MULTIPLIES or one.name.startswith("module ")):
+        multiplies = one.is_of_te or one.name in _MULTIPLIES or one.name.startswith("module ")
+        if not one.weights or not multiplies or one.name == _GRAPH:
             return []
         hits: list[_Hit] = []
         for name in one.weights:

@@ -519,7 +519,8 @@ def check(candidate: nn.Module, precision: Precision) -> None:
 
 def is_quantized(parameter: Tensor) -> bool:
     """Return whether a parameter is a quantized tensor of TE's."""
-    return type(parameter).__module__.startswith("transformer_engine.")
+    is_of_te = type(parameter).__module__.startswith("transformer_engine.")
+    return is_of_te and getattr(parameter, "quantizer", parameter) is not None  # a GroupedTensor may have none
 
 
 def over_quantization(held: Tensor, values: Tensor) -> float:

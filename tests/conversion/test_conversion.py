@@ -305,7 +305,7 @@ WRONG = {
     ),
     "shape": (plain, {"weight": torch.ones(8, 4), "bias": BIAS}, {}, '"weight" is (8, 4) in the checkpoint'),
     "dtype": (plain, {"weight": WEIGHT.to(torch.int8), "bias": BIAS}, {}, "dequantize the checkpoint first"),
-    "float8": (plain, {"weight": WEIGHT.to(torch.float8_e4m3fn), "bias": BIAS}, {}, "dequantize the checkpoint first"),
+    "float8": (plain, {"weight": WEIGHT.to(torch.float8_e4m3fn), "bias": BIAS}, {}, 'and no "weight_scale_inv" or'),
     "too large": (plain, {"weight": WEIGHT * 1e6, "bias": BIAS}, dict(dtype=torch.float16), "up to 1e+06"),
     "buffer": (
         buffered,

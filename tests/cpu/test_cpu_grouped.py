@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from torch import Tensor
 
+import parity
 from parity import te
+from parity.recordings import folder
 from te_on_cpu import cast, cuda, gemm, router
 from te_on_cpu.enums import DType
 from te_on_cpu.graphs import CUDAGraph, graph, recorded
@@ -454,3 +457,17 @@ def test_the_grouped_path_of_the_module_is_the_split_path_to_the_bit(
         of_fused = fused.weight.grad if single_weight else torch.stack([p.grad for p in fused.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         assert torch.equal(of_fused.view(-1), torch.stack([weight.grad for weight in weights]).view(-1))
+
+
+@pytest.mark.skipif(Version(te.version()) < Version("2.20"), reason="TransformerEngine has no such weight before 2.20")
+@pytest.mark.filterwarnings("ignore:GroupedLinear is using single_grouped_weight:UserWarning")
+def test_a_weight_of_all_experts_is_recorded_as_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    options = {"bias": False, "params_dtype": BF16, "single_grouped_weight": True, "use_grouped_tensor": True}
+    with emulated(cuda.HOPPER, NEW_CUBLASLT):
+        experts = TE.GroupedLinear(3, WIDTH, 128, **options)
+        with parity.recording(tmp_path):
+            experts(values_of(), torch.tensor(GROUPS)).float().sum().backward()
+    (stored,) = folder.read(tmp_path)
+    assert torch.equal(stored.tensor("weight", "weight"), 1.0 * experts.weight)
+    assert stored.tensor("gradient of weight", "weight").shape == (3, 128, WIDTH)

@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, object]] = {
     "bloom": {},  # ALiBi, a norm of embeddings
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8},  # projections fused by group
     "apertus": {},  # an activation with parameters
+    "phimoe": {},  # a router that draws experts in training
 }
 
 
@@ -76,7 +77,9 @@ def test_what_te_cannot_do_is_said_in_the_port() -> None:
     assert "no fused MLP with gelu" in text
     assert "dropout is left out (classifier_dropout)" in text.replace("\n  ", " ")
     assert "this is the encoder alone" in written("whisper")
-    assert "draws each token's experts at random" in written("phimoe")
+    text = written("phimoe")
+    assert "the router draws experts at random" in text
+    assert '"router_jitter_noise": 0.01' in text  # it is a threshold here
 
 
 SCALED = {
@@ -119,7 +122,8 @@ def test_a_port_of_a_folder_is_printed_and_run_and_what_is_to_be_known_goes_to_s
         ("{folder}", "cannot read the configuration"),
         ("nemotron", "cannot build a model"),
         ("t5", "encoder and a decoder"),
-        ("mamba", "no norm was recognised"),
+        ("rwkv", "no norm was recognised"),
+        ("minimax", "layers of linear_attention, which carry a state"),
     ],
 )
 def test_what_cannot_be_ported_is_an_error_that_says_so(source: str, told: str, tmp_path: Path) -> None:
@@ -127,6 +131,15 @@ def test_what_cannot_be_ported_is_an_error_that_says_so(source: str, told: str, 
     done = RUNNER.invoke(app, ["port", source.format(folder=tmp_path)])
     assert isinstance(done.exception, UserError)
     assert told in str(done.exception)
+
+
+def test_other_weights_of_experts_than_sparsemixer_gives_are_wrong() -> None:
+    weights, ones = "        return weights, chosen\n", "        return torch.ones_like(weights), chosen\n"
+    text = written("phimoe")
+    assert text.count(weights) == 1
+    assert [one.status for one in run_port(text.replace(weights, ones), "phimoe", ["bf16"], seconds=1.0)] == [
+        "failed"
+    ] * 2
 
 
 def test_a_mistake_in_a_written_port_is_named() -> None:

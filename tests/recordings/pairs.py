@@ -235,10 +235,23 @@ def exchanged(x: Tensor, sent: list[int], received: list[int], group: Any) -> Te
     return y
 
 
+class Stacked(nn.Module):
+    """The weights of all experts in one parameter, ``[experts, out, in]``."""
+
+    def __init__(self, count: int, given: int, returned: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, returned, given) / given**0.5)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return torch.cat([F.linear(some, one) for some, one in zip(rows.split(counts), self.weight, strict=True)])
+
+
 class Sparse(nn.Module):
     """``mistake`` is one of ``MISTAKES_OVER_RANKS``, or ``""``."""
 
-    def __init__(self, te: ModuleType, ranks: Any, mistake: str = "", takes_whole: bool = False) -> None:
+    def __init__(
+        self, te: ModuleType, ranks: Any, mistake: str = "", takes_whole: bool = False, stacked: bool = False
+    ) -> None:
         super().__init__()
         self.ranks, self.mistake, self.takes_whole = ranks, mistake, takes_whole
         self.attn = attention_of(te, attn_mask_type="causal")
@@ -246,8 +259,8 @@ class Sparse(nn.Module):
             self.attn.set_context_parallel_group(ranks.cp.group, list(ranks.cp.ranks), ranks.stream(), "p2p")
         self.norm = te.RMSNorm(WIDTH, eps=1e-5)
         self.count = EXPERTS // ranks.ep.size
-        self.fc1 = te.GroupedLinear(self.count, WIDTH, 2 * WIDTH, bias=False)
-        self.fc2 = te.GroupedLinear(self.count, 2 * WIDTH, WIDTH, bias=False)
+        sizes = (self.count, WIDTH, 2 * WIDTH), (self.count, 2 * WIDTH, WIDTH)
+        self.fc1, self.fc2 = (Stacked(*some) if stacked else te.GroupedLinear(*some, bias=False) for some in sizes)
 
     def forward(self, x: Tensor, kind: Tensor) -> Tensor:
         """Return ``[batch, seq, WIDTH]``; ``kind``, ``[batch, seq]``, is the number of each token's expert."""
@@ -310,7 +323,7 @@ class SparseReference(nn.Module):
         return x + torch.cat(rows)[order.argsort()].view_as(x)
 
 
-def sparse_pair(te: ModuleType, ranks: Any, takes_whole: bool = False) -> parity.Pair:
+def sparse_pair(te: ModuleType, ranks: Any, takes_whole: bool = False, stacked: bool = False) -> parity.Pair:
     own = {
         "attn_norm.weight": "attn.layernorm_qkv.layer_norm_weight",
         "qkv.weight": "attn.layernorm_qkv.weight",
@@ -319,20 +332,29 @@ def sparse_pair(te: ModuleType, ranks: Any, takes_whole: bool = False) -> parity
         "out.bias": "attn.proj.bias",
         "norm.weight": "norm.weight",
     }
-    experts = {
+    experts: dict[Any, Any] = {
         f"{name}.{i}.weight": f"{te_name}.weight{i}"
         for i in range(EXPERTS)
         for name, te_name in (("up", "fc1"), ("down", "fc2"))
     }
+    if stacked:
+        names = {
+            te_name: [f"{name}.{i}.weight" for i in range(EXPERTS)]
+            for name, te_name in (("up", "fc1"), ("down", "fc2"))
+        }
+        experts = {parity.experts(*some): f"{te_name}.weight" for te_name, some in names.items()}
     batch = [parity.over("ep", dim=0)]
     divided = [*batch, parity.over("cp", dim=1, balanced=True)]
     given = batch if takes_whole else divided
     return parity.Pair(
         reference=SparseReference(),
-        candidate=Sparse(te, ranks, takes_whole=takes_whole),
+        candidate=Sparse(te, ranks, takes_whole=takes_whole, stacked=stacked),
         weights=own | experts,
         inputs=lambda rng, batch, seq: (rng.normal(batch, seq, WIDTH), rng.integers(batch, seq, high=EXPERTS)),
-        parallel=parity.Parallel(splits={"x": given, "kind": given, "output": divided}),
+        parallel=parity.Parallel(
+            splits={"x": given, "kind": given, "output": divided},
+            weights={f"{name}.weight": batch for name in ("fc1", "fc2") if stacked},
+        ),
     )
 
 
@@ -347,3 +369,8 @@ def sparse(te: ModuleType, ranks: Any, **_: Any) -> parity.Pair:
 @parity.pair("sparse_of_whole", sizes=[dict(batch=4, seq=16)], ranks=OVER_RANKS[:1])
 def sparse_of_whole(te: ModuleType, ranks: Any, **_: Any) -> parity.Pair:
     return sparse_pair(te, ranks, takes_whole=True)
+
+
+@parity.pair("sparse_stacked", sizes=[dict(batch=4, seq=16)], ranks=OVER_RANKS[1:])
+def sparse_stacked(te: ModuleType, ranks: Any, **_: Any) -> parity.Pair:
+    return sparse_pair(te, ranks, stacked=True)

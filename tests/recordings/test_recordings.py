@@ -24,6 +24,7 @@ from parity.recordings import folder
 from parity.recordings.folder import StoredPass
 from parity.recordings.joined import find_degrees
 from parity.recordings.judged import JudgedPass, judge_pass
+from te_on_cpu.graphs import CUDAGraph, graph
 from tests.recordings import pairs
 
 KERNELS = te.kernels("cpu")
@@ -114,6 +115,23 @@ def frozen(module: nn.Module, part: str) -> nn.Module:
     return module
 
 
+def graphed(
+    module: nn.Module, recipe: str = "", parts: Callable[[Any], Any] = lambda model: tuple(model.layers)
+) -> Any:
+    """Let parts of a model replay CUDA graphs, each with a sample of its own."""
+    import transformer_engine.common.recipe as recipes
+
+    of_module = parts(module)
+    samples = [
+        (torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16, requires_grad=True),)
+        for _ in (of_module if isinstance(of_module, tuple) else (of_module,))
+    ]
+    given = tuple(samples) if isinstance(of_module, tuple) else samples[0]
+    options = dict(enabled=True, recipe=getattr(recipes, recipe)()) if recipe else {}
+    KERNELS.te.make_graphed_callables(of_module, given, **options)
+    return module
+
+
 def torchs_checkpoint(layer: nn.Module, x: Tensor) -> Any:
     return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
@@ -138,6 +156,23 @@ def torchs_checkpoint(layer: nn.Module, x: Tensor) -> Any:
         ("bf16", lambda: frozen(ported(), "attn"), {}),
         ("bf16", lambda: Checkpointed(ported(), torchs_checkpoint), {}),
         ("bf16", lambda: Checkpointed(ported(), KERNELS.te.checkpoint), dict(pass_of=with_gradient)),
+        ("bf16", lambda: graphed(ported()), dict(pass_of=with_gradient)),
+        (
+            "bf16",
+            lambda: graphed(ported(), parts=lambda model: model),
+            dict(pass_of=with_gradient, micro_batches=2, passes=2),
+        ),
+        ("fp8_current", lambda: graphed(ported(), "Float8CurrentScaling"), dict(pass_of=with_gradient)),
+        (
+            "fp8_delayed",
+            lambda: graphed(ported(), "DelayedScaling"),
+            dict(pass_of=with_gradient, recipe="DelayedScaling", count=4),
+        ),
+        (
+            "fp8_current",
+            lambda: graphed(ported(), "Float8CurrentScaling", lambda model: model.layers[1]),
+            dict(pass_of=with_gradient, recipe="Float8CurrentScaling"),
+        ),
     ],
     ids=lambda one: one if isinstance(one, str) else None,
 )
@@ -189,6 +224,50 @@ def test_a_mistake_of_a_running_training_is_found_in_its_layer(mistake: str, tmp
     if mistake == "detached":
         assert first.backward
         assert found.result.findings[0].title == "gradient-path-missing"
+
+
+@pytest.mark.parametrize("mistake", ["residual", "norm"])
+def test_a_mistake_inside_a_cuda_graph_is_found_in_its_layer(mistake: str, tmp_path: Path):
+    (stored,) = train(tmp_path, graphed(ported(mistake)), pass_of=with_gradient)
+    found = judge(stored)
+    assert found.result.status == "failed"
+    assert found.stages is not None
+    assert [stage.stage.watched for stage in found.stages.all[:2]] == ["te.Graphed"] * 2
+    assert found.stages.flagged
+    assert all("layers.0" not in call.site[0] for one in found.stages.flagged[:1] for call in one.stage.calls)
+
+
+def test_layers_are_recorded_after_they_were_captured_in_the_same_context(tmp_path: Path):
+    module, x = ported(), torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16)
+    with parity.recording(tmp_path):
+        with_gradient(graphed(module), x)
+    (stored,) = folder.read(tmp_path)
+    assert stored.index.number == 0
+    assert is_right(judge(stored))
+
+
+def test_a_graph_of_a_whole_step_is_an_error_that_says_what_to_do(tmp_path: Path):
+    module, x = ported(), torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(module.parameters())
+
+    def capture() -> CUDAGraph:
+        made = CUDAGraph()
+        with graph(made):
+            module(x)
+        return made
+
+    def train_by_replays(made: CUDAGraph) -> None:
+        with parity.recording(tmp_path / "replayed"):
+            made.replay()
+            optimizer.step()
+
+    with (
+        parity.recording(tmp_path / "captured"),
+        pytest.raises(parity.UserError, match="Model cannot be recorded while"),
+    ):
+        capture()
+    with pytest.raises(parity.UserError, match=r"step 0 was not recorded, .*make_graphed_callables"):
+        train_by_replays(capture())
 
 
 def test_the_writer_leaves_the_training_as_it_is(tmp_path: Path):
@@ -309,17 +388,28 @@ def average(parameter: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["", "Float8CurrentScaling"])
-def test_what_te_adds_to_main_grad_is_judged_and_not_what_a_wrapper_makes_of_it(recipe: str, tmp_path: Path):
+@pytest.mark.parametrize("is_graphed", [False, True])
+def test_what_te_adds_to_main_grad_is_judged_and_not_what_a_wrapper_makes_of_it(
+    recipe: str, is_graphed: bool, tmp_path: Path
+):
     module = ported()
     for part in module.modules():
         if hasattr(part, "fuse_wgrad_accumulation"):
             part.fuse_wgrad_accumulation = True
             part.weight.main_grad = torch.ones(part.weight.shape)  # an earlier micro-batch's
             part.weight.grad_added_to_main_grad = False  # as Megatron has it; TE then returns a tensor of anything
-            part.weight.register_post_accumulate_grad_hook(average)
-    del module.layers[0].up.weight.grad_added_to_main_grad  # otherwise it returns no gradient
-    stored = train(tmp_path, module, recipe=recipe, micro_batches=2, passes=2, count=1)
-    assert all(not one.index.unreached for one in stored)
+    held = [x for x in module.parameters() if hasattr(x, "main_grad")]
+    if is_graphed:
+        graphed(module, recipe)
+        for x in held:
+            x.grad_added_to_main_grad = False  # as Megatron does before each step; a replay does not set it
+            x.main_grad.fill_(1.0)  # warming up has added to it
+    for x in held:
+        x.register_post_accumulate_grad_hook(average)
+    if not is_graphed:
+        del module.layers[0].up.weight.grad_added_to_main_grad  # otherwise it returns no gradient
+    stored = train(tmp_path, module, recipe=recipe, pass_of=with_gradient, micro_batches=2, passes=2, count=1)
+    assert not [name for one in stored for name in one.index.unreached]
     assert all(one.tensor("gradient of weight", "layers.0.up.weight").dtype == torch.float32 for one in stored)
     found = [judge(one) for one in stored]
     assert all(is_right(one) and not one.notes for one in found), [one.result for one in found]
@@ -408,7 +498,7 @@ def train_divided(path: str, mistake: str, cp: int, sequence_parallel: bool, rec
     x = torch.randn(16, 4, pairs.WIDTH, dtype=torch.bfloat16)
     with parity.recording(path), autocast(recipe):
         split = [parity.over("cp", balanced=True), *([parity.over("tp")] if sequence_parallel else [])]
-        module(part(x, split, made, place)).float().square().mean().backward()
+        module(part(x, split, made, place)).float().square().sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -429,7 +519,7 @@ def test_what_tensor_parallel_ranks_recorded_is_put_together(
         judge(*passes[:1], pair="divided")
 
 
-def train_sparse(path: str, cp: int, ep: int, mistake: str, takes_whole: bool) -> None:
+def train_sparse(path: str, cp: int, ep: int, mistake: str, takes_whole: bool, stacked: bool = False) -> None:
     """Train a layer over context and expert parallel ranks, from the same weights as one process has."""
     from torch import distributed
 
@@ -438,12 +528,13 @@ def train_sparse(path: str, cp: int, ep: int, mistake: str, takes_whole: bool) -
     made = Degrees(cp=cp, ep=ep)
     place, ranks = made.place(distributed.get_rank()), joined(made)
     torch.manual_seed(1)
-    whole = dict(pairs.Sparse(KERNELS.te, WHOLE).to(torch.bfloat16).named_parameters())
-    module = pairs.Sparse(KERNELS.te, ranks, mistake, takes_whole).to(torch.bfloat16)
+    whole = dict(pairs.Sparse(KERNELS.te, WHOLE, stacked=stacked).to(torch.bfloat16).named_parameters())
+    module = pairs.Sparse(KERNELS.te, ranks, mistake, takes_whole, stacked).to(torch.bfloat16)
     names = whole_names([name for name, _ in module.named_parameters()], list(whole), ep, place["ep"])
     with torch.no_grad():
         for name, x in module.named_parameters():
-            x.copy_(whole[names[name]])
+            of_stack = [parity.over("ep")] if x.dim() > 2 else []
+            x.copy_(part(whole[names[name]], of_stack, made, place))
     torch.manual_seed(0)
     batch = torch.randn(4, 16, pairs.WIDTH, dtype=torch.bfloat16), torch.randint(pairs.EXPERTS, (4, 16))
     split = [parity.over("ep", dim=0), *([] if takes_whole else [parity.over("cp", dim=1, balanced=True)])]
@@ -457,14 +548,19 @@ SPARSE: dict[str, tuple[int, int, str, bool, str]] = {
     "a part of its own": (2, 1, "", True, ""),
     "neighbouring chunks": (2, 1, "contiguous", True, "between the inputs and the 1st 'scaled_dot_product_attention'"),
     "two experts of a rank exchanged": (1, 2, "experts", False, 'map "up.2.weight" to "fc1.weight3"'),
+    "stacked experts": (1, 2, "", False, ""),
+    "stacked experts and attention": (2, 2, "", False, ""),
+    "two stacked experts exchanged": (1, 2, "experts", False, "up.2"),
 }
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_what_context_and_expert_parallel_ranks_recorded_is_put_together(name: str, tmp_path: Path):
     cp, ep, mistake, takes_whole, told = SPARSE[name]
-    launch(train_sparse, cp * ep, [str(tmp_path), cp, ep, mistake, takes_whole], timeout=300.0)
-    found = judge(*folder.read(tmp_path), pair="sparse_of_whole" if takes_whole else "sparse")
+    stacked = "stacked" in name
+    launch(train_sparse, cp * ep, [str(tmp_path), cp, ep, mistake, takes_whole, stacked], timeout=300.0)
+    pair = "sparse_of_whole" if takes_whole else "sparse_stacked" if stacked else "sparse"
+    found = judge(*folder.read(tmp_path), pair=pair)
     assert is_right(found) == (not mistake), found.result
     assert any(told in finding.message for finding in found.result.findings) or not mistake, found.result
     assert any("neighbouring parts of a sequence" in note for note in found.notes) == (mistake == "contiguous")
@@ -637,6 +733,43 @@ def test_parity_bisect_names_the_first_value_that_differs_and_which_side_is_off(
     code, told = run("bisect", str(tmp_path / "before"), str(tmp_path / "other"))
     assert code == 1, told
     assert "the two models make other calls from value" in told
+
+
+def train_whole(path: str, mistake: str) -> None:
+    """Train the layers of ``train_divided`` in one process, from the same weights and on the same batch."""
+    torch.manual_seed(1)
+    module = pairs.Layers(KERNELS.te, mistake, fuse_qkv_params=False).to(torch.bfloat16)
+    torch.manual_seed(0)
+    x = torch.randn(16, 4, pairs.WIDTH, dtype=torch.bfloat16)
+    with parity.recording(path):
+        module(x).float().square().sum().backward()
+
+
+def test_parity_bisect_puts_ranks_together_that_divide_a_pass_otherwise(tmp_path: Path):
+    one, tp, both = (str(tmp_path / name) for name in ("one", "tp", "both"))
+    train_whole(one, "")
+    launch(train_divided, 2, [tp, "unscaled", 1, False, ""], timeout=300.0)
+    launch(train_divided, 4, [both, "", 2, True, ""], timeout=300.0)
+    code, told = run("bisect", one, tp)
+    assert code == 1
+    assert f"{one} is of 1 rank and {tp} of 2 ranks (tp2): name the model's pair" in told
+    pair = ("--reference", f"{FILE}::divided")
+    code, told = run("bisect", one, tp, *pair)
+    assert code == 1, told
+    assert (
+        "forward: first differs the result of _Linear in layers.0.self_attention.proj" in told
+    )  # whose sum is divided
+    assert "one: passed" in told
+    after = told[told.index("tp: failed") :]
+    assert "in gradients, it is off: up to the d 2nd 'add' of layers.1" in after
+    code, told = run("bisect", one, both, *pair)
+    assert code == 0, told
+    assert "forward: first differs the result of _Linear in layers.0.self_attention.proj" in told
+    assert all(part in told for part in ("one: passed", "both: passed", "it is as right as rounding allows")), told
+    code, told = run("bisect", both, tp, *pair)
+    assert code == 1, told
+    assert "both: passed" in told
+    assert "tp: failed" in told
 
 
 def test_recordings_that_begin_otherwise_are_not_bisected(recorded: Path, tmp_path: Path):

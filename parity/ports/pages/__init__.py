@@ -24,8 +24,3 @@ PLAIN = (
 )
 # Of these, which have a decoder, too, the encoder alone is ported.
 ENCODERS = ("whisper",)
-# What no port does yet.
-NOT_PORTED = {
-    "phimoe": "its router draws each token's experts at random in training, and otherwise weights each by a softmax of "
-    "the scores near it (SparseMixer); the port's router is a plain softmax, so that its comparison fails",
-}

@@ -33,6 +33,7 @@ from parity.weights.conversion.plan import (
     prefixes,
 )
 from parity.weights.conversion.saved import join, separate
+from parity.weights.conversion.scaled import SCALES, dequantize
 
 Direction = Literal["te", "reference"]
 
@@ -64,7 +65,8 @@ def convert(
         pair: a function decorated with ``@parity.pair``, or a ``parity.Pair``.
         state_dict: the state dict of the reference (``to="te"``) or of the TE module (``to="reference"``), by name; in
             FP64, FP32, BF16 or FP16, on any device, in the shapes that the modules have at ``size``. TE's quantized
-            tensors are read as the numbers that they stand for. If the reference is a model of transformers, its
+            tensors are read as the numbers that they stand for, and the reference's FP8 codes with scales beside them
+            (``weight_scale_inv`` or ``weight_scale``) as BF16 numbers. If the reference is a model of transformers, its
             checkpoint may also have the names, and a weight for each expert, with which transformers saves it.
         to: which of the two modules the result is for.
         size: arguments of the pair's function with which its modules have the checkpoint's shapes; it need not be among
@@ -134,6 +136,9 @@ def planned_conversion(
     _check_tensors(state_dict, wanted.ignore)
     both = prefixes(prefix, "prefix"), prefixes(te_prefix, "te_prefix")
     misfits: list[str] = []
+    scales: list[str] = []
+    if to == "te":
+        state_dict, scales = dequantize(state_dict, torch.bfloat16 if dtype is None else torch.float32)
     for sides in _build_sides(pair, size, backend):
         source, target = sides.layouts(to)
         is_saved = saved and to == "reference"
@@ -142,7 +147,9 @@ def planned_conversion(
         try:
             if to == "te":
                 held = join(state_dict, sides.pair.reference, source, both[0])
-                return plan(sides.weights, held, source, target, both[0], both[1], wanted)
+                made = plan(sides.weights, held, source, target, both[0], both[1], wanted)
+                made.left_out.update(dict.fromkeys(scales, SCALES))
+                return made
             inverse = {right: left for left, right in sides.weights.items()}  # each is there once, as the map fits
             planned = plan(inverse, state_dict, source, target, both[1], both[0], wanted)
             return separate(planned, sides.pair.reference) if is_saved else planned
