@@ -11,6 +11,7 @@ from parity.stages.graph import Graph, Values
 from parity.stages.judge import RATIO, Judged, is_flagged, measure_error
 from parity.stages.match import Match
 from parity.trace.calls import Misfit
+from parity.trace.trace import Value
 
 
 def find_harmless(graph: Graph, found: Mapping[int, Match], judged: Sequence[Judged]) -> frozenset[int]:
@@ -29,13 +30,14 @@ def find_harmless(graph: Graph, found: Mapping[int, Match], judged: Sequence[Jud
         The numbers of the values, none of which need to be what the reference's are; empty if a departure matters.
     """
     departed = {one.stage.number: one for one in judged if is_flagged(one) and not one.stage.backward}
-    ends = {number for number, match in found.items() if match.evidence in ("weights", "output")}
+    ends = {match.value.number: match.value for match in found.values() if match.evidence in ("weights", "output")}
+    ends |= {value.number: value for value in graph.outputs.values()}
     if not departed or any(one.ratio <= max(RATIO, one.by_chance) for one in departed.values()):
         return frozenset()
-    between: dict[int, set[int]] = {}
-    for end in ends:
-        calls, _ = graph.between(found[end].value, ends)
-        inner = {value.number for call in calls for value in call.outputs} & found.keys() - ends
+    between: dict[Value, set[int]] = {}
+    for end in ends.values():
+        calls, _ = graph.between(end, ends.keys())
+        inner = {value.number for call in calls for value in call.outputs} & found.keys() - ends.keys()
         if inner & departed.keys():
             between[end] = {
                 number
@@ -49,10 +51,10 @@ def find_harmless(graph: Graph, found: Mapping[int, Match], judged: Sequence[Jud
 
 
 def _is_changed(
-    graph: Graph, found: Mapping[int, Match], departed: Mapping[int, Judged], end: int, harmless: frozenset[int]
+    graph: Graph, found: Mapping[int, Match], departed: Mapping[int, Judged], end: Value, harmless: frozenset[int]
 ) -> bool:
     """Return whether the departures change a value by more than roundings at the same places do."""
-    given = {number: match.begin for number, match in found.items() if number != end and number not in harmless}
+    given = {number: match.begin for number, match in found.items() if number != end.number and number not in harmless}
     values = Values(graph, given)
     rng = torch.Generator().manual_seed(0)
     exact: dict[int, Tensor] = {}
@@ -67,7 +69,7 @@ def _is_changed(
     mine = {number: found[number].end for number in departed}
     try:
         computed = [
-            values.assuming({found[number].value: x for number, x in each.items()}).get(found[end].value).double()
+            values.assuming({found[number].value: x for number, x in each.items()}).get(end).double()
             for each in (mine, exact, rounded)
         ]
     except Misfit:

@@ -25,6 +25,9 @@ _ORDERS = ("expand", "expand_as", "repeat", "repeat_interleave", "roll", "flip",
 MOVES = RESHAPES | JOINS | {*_PARTS, *_CHOICES, *_ORDERS, "view_as", "reshape_as"}
 """Calls that move elements and compute nothing."""
 
+PICKS = MOVES | {"topk", "sort", "max", "min", "amax", "amin", "gather", "kthvalue", "where", "masked_fill"}
+"""Calls that return elements of what they are given, which ones may depend on its numbers."""
+
 
 class Graph:
     """A reference's trace in FP64.

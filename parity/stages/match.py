@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parity.case.weight_map import WeightMap, names
-from parity.stages.graph import MOVES, Graph, Values
+from parity.stages.graph import MOVES, PICKS, Graph, Values
 from parity.stages.layouts import Layout, layouts, sample_of
 from parity.stages.token_rows import TokenRows, find_rows, may_share_rows
 from parity.stages.watch import SMALLEST, Watched
@@ -541,11 +541,11 @@ class Matcher:
             todo += each.parents
 
     def _is_computed_from(self, value: Value, assumed: Sequence[Value]) -> bool:
-        """Return whether the reference computes, and does not only move, a value from all of the assumed ones."""
+        """Return whether the reference computes, and does not only pick, a value from all of the assumed ones."""
         given = self._values.given.keys() | {one.number for one in assumed}
         calls, read = self._graph.between(value, given)
         # A mask by which some rows are taken is computed as well, but of other values.
-        made = [out for call in calls if call.name not in MOVES for out in call.outputs]
+        made = [out for call in calls if call.name not in PICKS for out in call.outputs]
         is_computed = any(self._graph.is_above(one, out) for one in assumed for out in made)
         return {one.number for one in assumed} <= read and is_computed
 
