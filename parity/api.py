@@ -12,6 +12,7 @@ from typing import Literal
 from parity import te
 from parity.case.case import SWITCHES_OVER_RANKS, Case, Pair, as_case, checked_steps, checked_switches
 from parity.case.recipes import name_precisions
+from parity.case.registry import checked_golden
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import Table, packaged
@@ -104,6 +105,7 @@ def compare(
     ranks: Mapping[str, int] | None = None,
     unwritten: bool = True,
     probe_weights: bool = False,
+    golden: str | Precision | None = None,
 ) -> list[Result]:
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
@@ -134,11 +136,13 @@ def compare(
         unwritten: whether to run the candidate again with all memory that it allocates full of NaN, and garbage in
             the padding of its inputs, which shows whether it reads either.
 
+        probe_weights: whether to compare a fresh model that passes with probing weights, in FP32, as well.
+        golden: the recipe whose rounding is part of golden, as in ``@parity.pair``; None for what the pair says.
+
     Returns:
         One result for each size, precision, attention backend and seed, in this order.
 
     Raises:
-        probe_weights: whether to compare a fresh model that passes with probing weights, in FP32, as well.
         UserError: if an argument is not as above, or the pair's weight map or inputs do not fit.
         parity.te.BackendUnavailable: if the backend is not available on this machine.
     """
@@ -159,6 +163,8 @@ def compare(
     if made is not None and not isinstance(pair, Case):
         raise UserError("a pair over ranks is built on each rank: declare its function with @parity.pair")
     case = case if made is None else dataclasses.replace(case, ranks=(made,))
+    if (recipe := checked_golden(golden or case.golden, steps=steps, ranks=made)) != case.golden:
+        case = dataclasses.replace(case, golden=recipe)
     kernels, table = te.kernels(backend), calibration or packaged()
 
     def judged(checked: CheckedSize, precision: Precision, forced: AttentionBackend | None, seed: int) -> Result:

@@ -38,9 +38,9 @@ from parity.judge.pictures import are_log_probs_of, log_prob_outputs, pictured
 from parity.judge.request import CandidateRun, OnProgress, Request, ignore_progress, run_again, unchanged
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.judge.unshown import unshown_mistakes
-from parity.mistakes.codes import check_accepts, finding
+from parity.mistakes.codes import check_accepts, finding, repairable
 from parity.mistakes.hypothesis import Hypothesis
-from parity.numerics.errors import TINY, GoldenTensor
+from parity.numerics.errors import TINY, GoldenTensor, norm_of, relative_l2
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
 from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
 from parity.numerics.plain import plain_calls
@@ -55,6 +55,7 @@ from parity.passes.all_passes import (
     rounding_chooses,
     run_candidate,
     run_model,
+    with_golden_under,
 )
 from parity.passes.golden_again import check_golden_again
 from parity.passes.modes import usual_modes
@@ -75,10 +76,11 @@ from parity.result import PROBED, REWEIGHED, Finding, Kind, Result, TensorResult
 from parity.shown import few_of, raised, said
 from parity.stages.judge import allowed_ratio
 from parity.stages.locate import Stages, judge_stages
-from parity.te import PRECISIONS, Kernels, Precision, why_refused, why_unavailable
+from parity.te import PRECISIONS, Kernels, Precision, precision_named, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.debug_features import describe_features
 from parity.te.devices import classify
+from parity.te.recipes import round_alike
 from parity.te.seen_formats import SeenFormats
 from parity.te.state import Recomputes, own_recipes, quantization_seen
 from parity.trace import effects
@@ -222,7 +224,8 @@ def judge_at(
     """
     began = time.perf_counter()
     at = case, checked, precision, seed, kernels, calibration, attention, determinism
-    request = Request(*at, other_kernels, candidate_run, on_progress, unwritten, probe_weights)
+    golden = precision_named(case.golden) if case.golden and candidate_run is None else None
+    request = Request(*at, other_kernels, candidate_run, on_progress, unwritten, probe_weights, golden)
 
     def end_with_error(error: BaseException) -> Comparison:
         return Comparison(request).ended(error_result(request, error))
@@ -280,8 +283,7 @@ def check_stages_at(request: Request, result: Result) -> Result:
 
 
 def _check_stages(request: Request, result: Result) -> Result:
-    at = request.case, request.checked, request.precision.dtype, request.seed, request.kernels
-    prepared = prepare(*at)
+    prepared = prepared_for(request)
     try:
         stages = observe_stages(request, prepared)
     except Misfit as error:
@@ -312,6 +314,11 @@ def observe_stages(request: Request, prepared: Prepared) -> Stages:
             return stages
     port = observe_port(request, prepared)
     return judge_stages(request, replace(prepared, made=port.choices), port.freedoms)
+
+
+def prepared_for(request: Request) -> Prepared:
+    """Return what all passes share, with golden in FP64 alone."""
+    return prepare(request.case, request.checked, request.precision.dtype, request.seed, request.kernels)
 
 
 # Outputs in parts: single numbers, such as a loss, are judged apart from larger outputs.
@@ -376,7 +383,7 @@ def _note_unshown(comparison: Comparison) -> Comparison:
 
 def in_fp32(request: Request) -> Request:
     """Return the request for the same comparison in FP32, by any attention backend."""
-    return replace(request, precision=PRECISIONS["fp32"], attention=None)
+    return replace(request, precision=PRECISIONS["fp32"], attention=None, golden=None)
 
 
 def list_parts(request: Request) -> list[Case]:
@@ -403,6 +410,8 @@ def _explain_in_parts(comparison: Comparison, seconds: float) -> Result:
     A cause of the larger outputs' errors must also explain the single numbers beside them. If only a number failed, or
     this search finds no cause, the failed parts are searched one by one.
     """
+    if comparison.request.golden is not None:
+        return _explain_under_golden(comparison, comparison.request.golden, seconds)
     if comparison.needs_cause:
         return _explain_failure(comparison, seconds)
     whole = None if comparison.whole is None else judge_outputs(comparison.whole)
@@ -411,6 +420,47 @@ def _explain_in_parts(comparison: Comparison, seconds: float) -> Result:
         if is_explained(explained):
             return replace(comparison.result, findings=explained.findings)
     return merged([_explain_failure(one, seconds) if one.needs_cause else one.result for one in comparison.parts])
+
+
+def _explain_under_golden(comparison: Comparison, golden: Precision, seconds: float) -> Result:
+    """Search where golden is FP64 alone; a port that agrees with that lacks the rounding, if its precision does."""
+    plain = _judge_in_parts(replace(comparison.request, golden=None, on_progress=ignore_progress))
+    explained = _explain_in_parts(plain, seconds) if plain.is_unexplained else plain.result
+    if not explained.passed:
+        note = f"the cause was searched for without {golden.name}'s rounding in golden"
+        notes = *comparison.result.notes, note, *explained.notes
+        return replace(comparison.result, findings=explained.findings, notes=notes)
+    told = f"it agrees with the reference in FP64 without {golden.name}'s rounding"
+    if _rounds_as_golden(comparison.request):
+        step = "compare smaller parts of the model, of which rounding hides less"
+        found = repairable("unexplained", f"{told}, so that its mistake is below that, and none was searched for", step)
+    else:
+        found = repairable("recipe-disabled", told, f"run it under {golden.name}, or judge it without golden=")
+    return replace(comparison.result, findings=(found,))
+
+
+def _rounds_as_golden(request: Request) -> bool:
+    """Return whether the precision's recipe rounds operands as golden's does."""
+    is_history_free = not request.precision.scaled_by_history
+    return is_history_free and round_alike(replace(request.precision.rounding, shared=True), request.rounding)
+
+
+def _describe_golden(comparison: Comparison, golden: Precision, tensors: Sequence[TensorResult]) -> str:
+    """Say that golden rounds, and what it costs to compute without this where the precision does."""
+    told = f"golden rounds as {golden.name} does"
+    if _rounds_as_golden(comparison.request):
+        return told
+    exact, rounded = golden_tensors(prepared_for(comparison.request)), golden_tensors(comparison.prepared)
+
+    def cost(tensor: TensorResult) -> float:
+        right = rounded[tensor.key]
+        return relative_l2(norm_of(exact[tensor.key] - right), norm_of(right))
+
+    outputs = [tensor for tensor in tensors if tensor.kind == "output"]
+    worst = max(outputs, key=lambda tensor: cost(tensor) / (tensor.expected.relative_l2 + TINY))
+    shares = f"{100 * cost(worst):.2g} %, where {100 * worst.expected.relative_l2:.2g} % is expected"
+    precision = comparison.request.precision.name
+    return f"{told}, and {precision} does not: without this rounding, the reference's {worst.label} changes by {shares}"
 
 
 # One part: run every pass, judge every tensor, decide.
@@ -475,7 +525,7 @@ def _run_passes(comparison: Comparison) -> None:
     request = comparison.request
     precision = request.precision
     with _naming_what_raises("the reference in FP64"):
-        prepared = prepare(request.case, request.checked, precision.dtype, request.seed, request.kernels)
+        prepared = prepared_for(request)
     comparison.log_probs = log_prob_outputs(prepared)
     if not request.case.is_step:
         comparison.unshown = unshown_mistakes(prepared)
@@ -485,9 +535,18 @@ def _run_passes(comparison: Comparison) -> None:
         comparison.candidate = request.candidate_run or _run_candidate(request, prepared)
     if request.candidate_run:
         prepared.note_changed(request.candidate_run.changed)
-    comparison.prepared = prepared = as_returned(prepared, comparison.candidate.tensors)
+    prepared = as_returned(prepared, comparison.candidate.tensors)
+    if request.golden is not None:
+        if request.golden.scaled_by_history or "nvfp4" in request.golden.families:
+            raise UserError(
+                f"golden={request.golden.name!r} has scales of earlier passes, or numbers in NVFP4, under which right "
+                "ports differ too much; name a recipe in FP8 with current scaling, block scaling or MXFP8"
+            )
+        with _naming_what_raises(f"the reference in FP64 under {request.golden.name}"):
+            prepared = with_golden_under(prepared, request.golden.rounding)
+    comparison.prepared = prepared
     with _naming_what_raises(f"the reference under the rounding model of {precision.name}"):
-        comparison.models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
+        comparison.models = [model_tensors(prepared, request.rounding, freedom) for freedom in (FUSED, UNFUSED)]
 
 
 def _run_candidate(request: Request, prepared: Prepared) -> CandidateRun:
@@ -621,7 +680,7 @@ def observe_port(request: Request, prepared: Prepared) -> Port:
     with (
         own_recipes(precision.recipe is not None) as recipes,
         steps_seen(precision.dtype) as steps,
-        choices_seen(choices_in(prepared, precision.rounding)) as choices,
+        choices_seen(choices_in(prepared, request.rounding)) as choices,
         # This is last, since it looks at which code surrounds the calls.
         plain_calls(precision.dtype, prepared.evaluation) as names,
     ):
@@ -645,7 +704,7 @@ def _judge_tensors(comparison: Comparison) -> None:
         _check_golden_again(comparison)
         raise
     if comparison.passed:
-        if rounding_chooses(comparison.prepared, comparison.request.precision.rounding):
+        if rounding_chooses(comparison.prepared, comparison.request.rounding):
             _rejudge_tensors(comparison, judge_by)
         return
     _check_golden_again(comparison)
@@ -662,7 +721,7 @@ def _judge_tensors(comparison: Comparison) -> None:
 def _check_golden_again(comparison: Comparison) -> None:
     """Raise an error if the reference differs from itself, unless the candidate's pass is of another time or place."""
     if comparison.request.candidate_run is None:
-        check_golden_again(comparison.prepared, comparison.request.kernels.device)
+        check_golden_again(prepared_for(comparison.request), comparison.request.kernels.device)
 
 
 def _judge_by(
@@ -701,7 +760,7 @@ def _add_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:
 def _rejudge_tensors(comparison: Comparison, judge_by: Callable[..., tuple[TensorResult, ...]]) -> None:
     """Judge again, allowing for what this port was seen to do and for what other kernels or roundings may do."""
     request, models, first_look = comparison.request, comparison.models, comparison.tensors
-    rounding, dtype = request.precision.rounding, request.precision.dtype
+    rounding, dtype = request.rounding, request.precision.dtype
     port = observe_port(request, comparison.prepared)
     log_probs = [comparison.candidate.tensors["output", name] for name in comparison.log_probs]
     if dtype.itemsize == 2 and any(are_log_probs_of(one, dtype) for one in log_probs):
@@ -737,7 +796,9 @@ def _decide_result(comparison: Comparison) -> Result:
     """Return the result to which the verdicts, and what was seen beside them, lead."""
     request, prepared, candidate = comparison.request, comparison.prepared, comparison.candidate
     tensors = pictured(comparison.tensors, golden_truths(prepared), candidate.tensors, comparison.models)
-    noted, numbers = judged_numbers(prepared, candidate.numbers, request.precision, request.calibration)
+    noted, numbers = judged_numbers(
+        prepared, candidate.numbers, replace(request.precision, replaced=request.rounding), request.calibration
+    )
     notes = (*_list_notes(comparison, tensors), *noted)
     if prepared.unlike:  # whatever else is wrong, or happens to agree
         from parity.search.held_weights import held_findings
@@ -780,7 +841,7 @@ def _find_padding_read(comparison: Comparison) -> tuple[Finding, ...]:
     if isinstance(padded, str):
         return (finding("not-invariant", f"{told}, the candidate raises {padded}"),)
     changes = padding.changes(comparison.candidate.tensors, padded)
-    golden, rounding = golden_tensors(prepared), request.precision.rounding
+    golden, rounding = golden_tensors(prepared), request.rounding
     usual = model_tensors(prepared, rounding, FUSED)
     by_recipe = padding.changes(usual, run_model(replace(padding.of(prepared), probed={}), rounding, FUSED))
     by_rounding = padding.changes(golden, usual)
@@ -805,13 +866,17 @@ def _list_notes(comparison: Comparison, tensors: tuple[TensorResult, ...]) -> It
     prepared, candidate, models = comparison.prepared, comparison.candidate, comparison.models
     precision, log_probs = comparison.request.precision, comparison.log_probs
     yield from comparison.remarks
+    golden_recipe = comparison.request.golden
+    if golden_recipe is not None:
+        yield _describe_golden(comparison, golden_recipe, tensors)
     if not comparison.request.calibration.has_laws(precision.name):
         yield f"judged by the limits of {precision.families[-1]}, since {precision.name} has none of its own"
     yield from prepared.apart
     not_compared = prepared.golden.not_compared
     compared = tensors, candidate.tensors, prepared.reference, not_compared
     is_told = candidate.mixed or candidate.misformatted  # what small errors would only suggest
-    recipe = type(precision.new_recipe()).__name__ if precision.recipe and not is_told else None
+    costs = precision.recipe and golden_recipe is None  # else golden has that error as well
+    recipe = type(precision.new_recipe()).__name__ if costs and not is_told else None
     yield from remarks(*compared, precision.dtype, recipe, log_probs)
     golden = golden_tensors(prepared)
     yield from pictures.describe_pictures(log_probs, candidate.tensors, golden, models)

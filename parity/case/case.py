@@ -230,6 +230,7 @@ class Case:
         part_of: the whole case, if only some of its outputs are compared here; None for all outputs.
         outputs: names of the outputs of this part; empty for all.
         formats: as in ``Pair``, whose own come after these.
+        golden: the name of the precision whose recipe golden rounds operands by; None for FP64 alone.
         reweighed: names of the reference's parameters that get probing weights, see ``parity.passes.draws``, with which
             only outputs are compared; empty for the weights as they are declared.
     """
@@ -258,6 +259,7 @@ class Case:
     outputs: tuple[str, ...] = ()
     formats: Mapping[str, str] = field(default_factory=dict)
     reweighed: frozenset[str] = frozenset()
+    golden: str | None = None
 
     @property
     def whole(self) -> Case:

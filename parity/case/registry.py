@@ -122,6 +122,25 @@ def checked_axes(axes: object) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in chosen)
 
 
+def checked_golden(golden: object, **without: object) -> str | None:
+    """Return the name of the recipe that golden rounds as; None stays None.
+
+    Args:
+        golden: what a user gives.
+        without: arguments that do not go with it.
+    """
+    if golden is None:
+        return None
+    name = str(getattr(golden, "name", golden))  # parity.recipe returns an object
+    check_precisions((name,), "golden")
+    if te.precision_named(name).recipe is None:
+        raise UserError(f"golden is {name!r}, which has no recipe to round by; name one, such as fp8_current")
+    for argument, value in without.items():
+        if value:
+            raise UserError(f"golden={name!r} is of a single pass in one process; leave {argument} out, or golden")
+    return name
+
+
 def checked_marks(marks: object) -> tuple[str, ...]:
     """Return names of pytest marks."""
     chosen = _require_names("marks", marks)
@@ -205,6 +224,7 @@ def pair(
     switches: Iterable[Switch] = (),
     ranks: Iterable[Mapping[str, int]] | Mapping[str, int] = (),
     formats: Mapping[str, str | te.Precision] = MappingProxyType({}),
+    golden: str | te.Precision | None = None,
 ) -> Callable[[Callable[..., Pair]], Case]:
     """Declare the decorated factory as a case: ``factory(te, **size)`` returns a ``parity.Pair``.
 
@@ -230,6 +250,8 @@ def pair(
             degrees of ``tp``, ``cp``, ``ep``, ``dp`` and ``pp``, and ``sequence_parallel``. The factory is then called
             with ``ranks=``, a ``parity.Ranks`` with the process groups.
         formats: the precisions whose formats TE's modules must have, by patterns of their names, as in ``parity.Pair``.
+        golden: the recipe whose rounding of linear layers' operands is part of golden, for weights that were trained
+            under it; None for golden in FP64 alone. Of single passes in one process.
 
     Returns:
         A decorator that replaces the factory by its ``Case``.
@@ -266,6 +288,7 @@ def pair(
                 switches=checked_switches(_require_names("switches", switches), steps),
                 ranks=checked_ranks(ranks),
                 formats=checked_formats(formats),
+                golden=checked_golden(golden, steps=steps, ranks=ranks),
                 path=place.path,
                 line=place.line,
             )

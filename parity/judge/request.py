@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parity.case.case import Case
 from parity.case.validate import CheckedSize
 from parity.judge.limits import Table
-from parity.numerics.formats import LayerFormats, Recasts
+from parity.numerics.formats import LayerFormats, Recasts, Rounding
 from parity.passes.all_passes import Recalled, Tensors, run_candidate
 from parity.passes.prepare import Prepared
 from parity.result import Determinism, Finding, ModuleFormats, Result, Status
@@ -107,6 +107,7 @@ class Request:
         unwritten: whether the candidate is run once more, with all memory that it allocates full of NaN, and garbage in
             the padding of its inputs.
         probe_weights: whether a fresh model that passes is compared with probing weights as well.
+        golden: the recipe whose rounding is part of golden; None for FP64 alone.
     """
 
     case: Case
@@ -122,6 +123,14 @@ class Request:
     on_progress: OnProgress = ignore_progress
     unwritten: bool = False
     probe_weights: bool = False
+    golden: Precision | None = None
+
+    @property
+    def rounding(self) -> Rounding:
+        """What a right port rounds: all that the precision does or, where golden rounds operands, these alike."""
+        if self.golden is None:
+            return self.precision.rounding
+        return replace(self.golden.rounding, storage=self.precision.dtype, shared=True)
 
     def result(self, status: Status, **fields: Any) -> Result:
         """Return a result of this comparison with a status and further fields."""

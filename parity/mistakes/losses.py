@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -175,11 +176,13 @@ def _sequences(trace: Trace, labels: Value) -> int:
 
 
 def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
-    right = " or ".join(sorted({one.average for one in found if one.average is not None}))
-    for average in AVERAGES:
+    rights = sorted({one.average for one in found if one.average is not None})
+    for right, average in product(rights, AVERAGES):
+        whose = f"for {right} " if len(rights) > 1 else ""  # a port may take one of them wrong
         repair = f"take {right}, as the reference does; the port's is {average}"
-        is_averaged = with_attributes(lambda one: one.average is not None, average=average)
-        yield Mistake("loss-scale", f"loss as {average}", repair, is_averaged)
+        is_so = with_attributes(lambda one, right=right: one.average == right, average=average)  # type: ignore[misc]
+        if average != right:
+            yield Mistake("loss-scale", f"loss {whose}as {average}", repair, is_so)
     yield from _label_mistakes(found)
     smoothing = " or ".join(sorted({f"{one.smoothing:g}" for one in found}))
 

@@ -441,11 +441,13 @@ def _factor(trace: Trace, call: Call) -> Factor | None:
 def _with_buffer(trace: Trace, call: Call) -> tuple[str, Value, float] | None:
     """Return the function, the tensor and the number of a call whose number a buffer holds, such as Gemma's scale."""
     match binary(call):
-        case (name, Value() as x, Value() as number):
-            holder = trace.tensor(number)
-            is_number = holder.dim() == 0 and trace.producer(back(trace, number)) is None
-            if is_number and trace.parameter(back(trace, number)) is None:
-                return name, x, holder.item()
+        case (name, Value() as left, Value() as right):
+            for x, number in ((left, right), (right, left)) if name == "mul" else ((left, right),):
+                holder = trace.tensor(number)
+                made = trace.producer(back(trace, number))
+                is_number = holder.dim() == 0 and (made is None or not made.inputs)  # such as torch.tensor(0.5)
+                if is_number and trace.parameter(back(trace, number)) is None:
+                    return name, x, holder.item()
     return None
 
 

@@ -306,7 +306,7 @@ def _times(trace: Trace, terms: Sequence[_Term], factor: float) -> Hypothesis:
     return Hypothesis(
         "factor",
         f"{what} times {factor:.4g}",
-        f"add {what}{others} unscaled, as the reference does; the port multiplies it by {factor:.4g}",
+        f"add {what}{others} as the reference does; the port's is {factor:.4g} times that",
         tuple(edit for term in terms for edit in term.edits(factor)),
         scope="all" if terms[0].value in terms[0].call.outputs else "call",
     )

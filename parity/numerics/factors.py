@@ -57,12 +57,14 @@ def uneven(own: Tensor, right: Tensor, rounded: Sequence[Tensor] = (), unsure: f
         allowed[squares <= TINY] = torch.inf
         is_uneven = is_uneven or bool(((factors - whole).abs() > allowed).any())
         wrong = ((factors - 1.0).abs() > allowed).nonzero().flatten()
-        numbers = " to ".join(dict.fromkeys(f"{x:.4g}" for x in factors[wrong].aminmax())) if len(wrong) else ""
+        if not len(wrong):  # each may be right by itself, though they differ
+            continue
+        numbers = " to ".join(dict.fromkeys(f"{x:.4g}" for x in factors[wrong].aminmax()))
         listed = ", ".join(map(str, wrong[:_LISTED].tolist())) + ", and so on" * (len(wrong) > _LISTED)
         told = f"{numbers} times what it should be in {len(wrong)} of its {len(factors)} {what} ({listed})"
         found.append(Uneven(float((residue.sum() / mine.square().sum().clamp(min=TINY)).sqrt()), told))
     most = _AS_GOOD * min((one.left for one in found), default=0.0) + _LEAST
-    return next(one for one in found if one.left <= most) if is_uneven else None
+    return next((one for one in found if one.left <= most), None) if is_uneven else None
 
 
 def _cut_into_slices(tensors: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:

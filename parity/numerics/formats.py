@@ -295,9 +295,13 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     info = torch.finfo(dtype)
     magnitude = x.abs().clamp_(info.smallest_normal, torch.finfo(x.dtype).max)
-    is_fp64 = x.dtype is torch.float64
-    bits = magnitude.view(torch.int64 if is_fp64 else torch.int32)
-    return bits.bitwise_and_(_FP64_EXPONENT if is_fp64 else _FP32_EXPONENT).view(x.dtype).mul_(info.eps)
+    return _powers_below(magnitude).mul_(info.eps)
+
+
+def _powers_below(x: Tensor) -> Tensor:
+    """Return the power of two at or below each magnitude, in FP32 or FP64."""
+    as_int, exponent = (torch.int64, _FP64_EXPONENT) if x.dtype is torch.float64 else (torch.int32, _FP32_EXPONENT)
+    return (x.view(as_int) & exponent).view(x.dtype)
 
 
 def is_exact(x: Tensor) -> Tensor:
@@ -314,18 +318,17 @@ def largest(x: Tensor) -> Tensor:
 
 
 def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round FP32 values to the nearest FP8 values, ties to even; values that are not finite become NaN.
+    """Round values to the nearest FP8 values, ties to even; values that are not finite become NaN.
 
     Adding and subtracting a number whose last place in FP32 is the dtype's last place gives the same result as casting
     to the dtype and back, in an eighth of the time (E4M3, torch 2.13 on a CPU).
 
     Args:
-        x: FP32, of any shape, with no value beyond the dtype's largest.
+        x: FP32 or FP64, of any shape, with no value beyond the dtype's largest.
         dtype: float8_e4m3fn or float8_e5m2.
     """
-    info, fp32 = torch.finfo(dtype), torch.finfo(torch.float32)
-    exponent = (x.view(torch.int32) & _FP32_EXPONENT).view(torch.float32)
-    last_place = exponent.clamp_(min=info.smallest_normal).mul_(1.5 * info.eps / fp32.eps)
+    info, own = torch.finfo(dtype), torch.finfo(x.dtype)
+    last_place = _powers_below(x).clamp_(min=info.smallest_normal).mul_(1.5 * info.eps / own.eps)
     return (x + last_place).sub_(last_place)
 
 
@@ -417,6 +420,7 @@ class Rounding:
         by_role: returns the rounding of a linear layer in a module; None if it is this one in all of them.
         products: the formats to which a linear layer's results are cast and back: its output, its input's gradient and
             its weight's.
+        shared: whether golden rounds operands to these formats as well, so that no run draws how they are rounded.
         parts: which roundings are applied. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
             operands. ``attention`` stands for those of the operands of attention's batched GEMMs and of its scores, and
             ``storage`` for other stored results: of linear layers, of attention, of sums, and of the module.
@@ -430,6 +434,7 @@ class Rounding:
     attention: AttentionFormats = AttentionFormats()
     by_role: Callable[[Role], Rounding] | None = None
     products: tuple[Format | None, Format | None, Format | None] = (None, None, None)
+    shared: bool = False
     parts: frozenset[Part] = PARTS
 
     @property
@@ -437,6 +442,11 @@ class Rounding:
         """Whether it is a recipe's."""
         operands = self.inputs, self.weights, self.gradients
         return self.by_role is not None or any(isinstance(one, (Quantized, Requantized)) for one in operands)
+
+    @property
+    def of_golden(self) -> Rounding:
+        """The roundings of a golden that rounds as this recipe does, with everything but operands in FP64."""
+        return replace(self, storage=torch.float64, parts=PARTS - {"storage"})
 
     @property
     def scales_whole_weights(self) -> bool:

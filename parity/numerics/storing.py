@@ -153,7 +153,7 @@ class Storing:
         self._casts += 1
         if self._past is not None and part in self._past.in_attention:
             x, amax = self._past.scaled(-self._casts, x, amax)  # linear layers' places are positive
-        return self.dithered_operand(x, to_format, -1, amax) if self.freedom.dithers else to_format(x, amax=amax)
+        return self.dithered_operand(x, to_format, -1, amax) if self.draws_operands else to_format(x, amax=amax)
 
     def is_stored(self, x: Tensor) -> bool:
         """Return whether storing a tensor would not change it."""
@@ -167,6 +167,11 @@ class Storing:
     def jittered_amax(self, x: Tensor) -> Tensor:
         """Return the largest magnitude with noise, because the value that has it may change by a roundoff."""
         return self._add_relative_noise(largest(x), self._roundoff)
+
+    @property
+    def draws_operands(self) -> bool:
+        """Whether this run draws how operands are rounded."""
+        return self.freedom.dithers and not self.rounding.shared
 
     def dithered_operand(self, x: Tensor, to_format: Format, dim: int, amax: Tensor | None) -> Tensor:
         """Return an operand with a rounding error that is independent of other runs, and has twice the variance.
@@ -524,7 +529,7 @@ class LinearOperands:
 
     def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the operands as the GEMM reads them, summing over left's last dimension and right's last but one."""
-        if self._own or self._watch is not None:
+        if self._own or self._watch is not None or self._storing.rounding.shared:
             self._layer = tuple(self._find_weights(left, right))
         own = next((self._own[at] for at in self._layer if at in self._own), None)
         self.is_plain = own is not None and own is self._plain_rounding
@@ -591,11 +596,13 @@ class LinearOperands:
             if to_format is None:
                 return stored
             amax = None if is_rotated else self._find_amax(matrix)
+            if part == "gradients" and self._has_unknown_scale():
+                amax = math.sqrt(2.0) * largest(stored)  # one grid's numbers lie between those of the other
             if gain != 1.0:  # a grid of the same numbers, all of them larger
                 stored = stored / gain
             if self._past is not None and self._past.is_followed and not is_rotated:
                 stored, amax = self._past.scaled(place, stored, amax)
-            if self._storing.freedom.dithers and part != "weights":
+            if self._storing.draws_operands and part != "weights":
                 return self._storing.dithered_operand(stored, to_format, dim, amax).mul_(gain)
             return to_format(stored, dim, amax) if gain == 1.0 else to_format(stored, dim, amax).mul_(gain)
 
@@ -607,6 +614,14 @@ class LinearOperands:
         operands = self._weights_read if part == "weights" else self._read
         return operands.read(matrix, whole._version, dim, read, is_along_dim, part != "gradients")
 
+    def _has_unknown_scale(self) -> bool:
+        """Return whether TE scales a gradient with those of other layers, as golden, which comes to them later, cannot.
+
+        It has one tensor for the gradients of layers whose weights it holds in one.
+        """
+        is_told = self._storing.rounding.shared and self._storing.freedom.stores_pointwise
+        return is_told and not self._scaled_together.keys().isdisjoint(self._layer)
+
     def _find_amax(self, x: Tensor) -> Tensor | None:
         """Return the amax that a tensor's scale comes from, or None for that of the stored values."""
         rounding, freedom = self._storing.rounding, self._storing.freedom
@@ -617,7 +632,7 @@ class LinearOperands:
             return torch.stack([largest(rounding.store_part(weight.detach(), "weights")) for weight in group]).max()
         if address(x) in self._weights:  # every port holds weights in the dtype
             return None
-        if freedom.jitter is not None and not freedom.dithers:
+        if freedom.jitter is not None and not freedom.dithers and not rounding.shared:
             return self._storing.jittered_amax(x)
         return None if freedom.stores_pointwise or self._norms.is_result(x) else largest(x)
 

@@ -23,12 +23,13 @@ from parity.numerics.aten import Phase, address
 from parity.numerics.errors import GoldenTensor
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED, Choice, Choices, Freedom, KinkSides
+from parity.numerics.golden import in_fp64
 from parity.numerics.kernel_choices import as_read
 from parity.numerics.rounding import rounded
 from parity.numerics.storing import OperandsRead, Stored, Watch
 from parity.passes.draws import ScaledLookups
 from parity.passes.one_pass import Pass, outputs_of, run
-from parity.passes.prepare import Prepared, build, cast, on_device, size_in_bytes
+from parity.passes.prepare import Cache, Prepared, build, cast, cast_module, on_device, size_in_bytes
 from parity.result import PROBED, Kind
 from parity.te.debug_features import SeenFeatures
 from parity.te.state import check, fresh_caches, fresh_quantization, moved, settled
@@ -194,21 +195,23 @@ def run_model(
     """Run the reference in FP32 under the rounding model, and round its results to the dtypes that the port returns.
 
     ``kinks`` and ``watch`` belong to the pass that has gradients, ``choices`` to both passes; None to follow those of
-    the port.
+    the port. With a rounding to FP64, nothing but operands is rounded.
     """
     choices, stored = choices or following(prepared, rounding), Stored()
-    prepared.reference.float()
+    dtype = torch.promote_types(rounding.storage, torch.float32)
+    exact = in_fp64 if dtype is torch.float64 else nullcontext
+    cast_module(prepared.reference, dtype)
 
     def given(tensors: Any) -> Any:
-        """Return tensors of the port's dtype in FP32."""
-        widened = jittered(cast(tensors, torch.float32), rounding, freedom)
+        """Return tensors of the port's dtype in the model's."""
+        widened = jittered(cast(tensors, dtype), rounding, freedom)
         if rounding.storage is prepared.dtype:
             tree_map_only(Tensor, stored.add, widened)
         return widened
 
     cotangents = given(prepared.cotangents)
     model = under_model(prepared, rounding, freedom, kinks, choices, stored, watch)
-    with model as phase, separate_norms(prepared.reference, prepared.weights):
+    with exact(), model as phase, separate_norms(prepared.reference, prepared.weights):
         ran = run(
             prepared.reference,
             prepared.call,
@@ -222,7 +225,7 @@ def run_model(
     tensors = tensors_of(ran)
     prepared.reference.zero_grad(set_to_none=True)  # frees a model's size of memory before the next pass
     if prepared.probed:
-        with under_model(prepared, rounding, freedom, choices=choices, stored=stored):
+        with exact(), under_model(prepared, rounding, freedom, choices=choices, stored=stored):
             inputs = tree_map_only(Tensor, as_activation, given(prepared.probe))
             tensors |= _label_probed_outputs(outputs_of(prepared.reference, prepared.probe_call, inputs))
     as_they_are = {key for key, tensor in tensors.items() if key in prepared.wide or tensor in stored}
@@ -231,6 +234,17 @@ def run_model(
         key: _narrow_if_lossless(x, rounding.storage) if key[0] == "weight gradient" else x
         for key, x in returned.items()
     }
+
+
+def with_golden_under(prepared: Prepared, rounding: Rounding) -> Prepared:
+    """Return a copy whose golden rounds operands as a recipe does, with everything else in FP64."""
+    tensors = run_model(prepared, rounding.of_golden, FUSED)
+    outputs, probed, inputs, weights = (
+        {name: x for (kind, name), x in tensors.items() if kind == wanted}
+        for wanted in ("output", PROBED, "input gradient", "weight gradient")
+    )
+    golden = dataclasses.replace(prepared.golden, outputs=outputs, input_gradients=inputs, weight_gradients=weights)
+    return dataclasses.replace(prepared, golden=golden, probed=probed, cache=Cache())
 
 
 def _narrow_if_lossless(gradient: Tensor, dtype: torch.dtype) -> Tensor:

@@ -375,6 +375,9 @@ _CHECKS_FOR_DIRECTIONS = 0.5  # times the check's cost, out of the search's budg
 _CLOSE = 1.5
 """An explanation that fits up to this many times worse than the best is reported, too: they cannot be told apart."""
 
+_PART = 0.25
+"""Of the square of an error beyond rounding: a right number leaves less than this share, since the rest is rounding."""
+
 _TELLING = 64  # if a tensor of this many numbers is far off, not just any two mistakes explain it
 
 
@@ -621,6 +624,7 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
         of_its_own = (
             _not_all(explanation)
             or _too_much(explanation, failure)
+            or _fitted_to_a_part(explanation, failure)
             or _as_any_two(explanation, failure)
             or _hardly_seen(explanation)
         )
@@ -666,6 +670,24 @@ def _too_much(explanation: Explanation, failure: Failure) -> str:
         return ""
     left = f"the error of all tensors together is still {explanation.misfit:.3g} times the normal one"
     return f"; {left}, so this may not be quite the mistake"
+
+
+def _fitted_to_a_part(explanation: Explanation, failure: Failure) -> str:
+    """Say if a fitted number takes only a part of an error from a tensor, though it passes then; else an empty text.
+
+    Some number of any kind takes a part of an error of its direction, and FP8's limits may let the rest pass. The right
+    one leaves rounding, whose norm hardly scatters in a tensor of many numbers.
+    """
+    if all(one.tuned is None or one.value is None for one in explanation.hypotheses):
+        return ""
+    before = {one.key: one.errors.relative_l2 for one in failure.results if not one.passed and one.numel >= _TELLING}
+    for now in explanation.results:
+        after, costs = now.errors.relative_l2, now.expected.relative_l2
+        beyond = before.get(now.key, 0.0) ** 2 - costs**2
+        if beyond > 0.0 and after > costs * (FAITHFUL if after**2 < costs**2 + _PART * beyond else 1.0):
+            left = f"{now.label} is still {after / costs:.3g} times as far off as rounding puts it, where it was"
+            return f"; {left} {before[now.key] / costs:.3g} times, so another mistake may look like this one"
+    return ""
 
 
 def _as_any_two(explanation: Explanation, failure: Failure) -> str:

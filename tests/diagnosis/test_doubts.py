@@ -55,7 +55,7 @@ def explanation(title: str, left: float | None = None, value: float | None = Non
 )
 def test_a_finding_says_what_speaks_against_it(explained, doubts):
     golden = {("output", "output"): torch.zeros(4, 64)}
-    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden)
+    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden, results=())
     told = list(_told(explained, failure))
     assert [one.sure for one in told] == [not doubt for doubt in doubts]
     for one, doubt in zip(told, doubts, strict=True):
@@ -70,7 +70,7 @@ def test_a_finding_says_what_speaks_against_it(explained, doubts):
 def test_a_large_mistake_that_changes_hardly_anything_is_doubted(changed, after, is_sure):
     one = replace(explanation("post-norm").hypotheses[0], **changed)
     golden = {("output", "output"): torch.zeros(4, 64)}
-    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden)
+    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden, results=())
     (told,) = _told([replace(explanation("post-norm"), hypotheses=(one,), before=0.1, after=after)], failure)
     assert told.sure == is_sure
     assert ("other mistakes may look the same" in told.message) != is_sure
@@ -87,7 +87,7 @@ def test_a_large_mistake_that_changes_hardly_anything_is_doubted(changed, after,
 def test_another_entry_of_the_map_has_the_effect_of_code_that_exchanges_what_it_gives(changed, is_told):
     one = replace(explanation("key-value-swapped").hypotheses[0], **changed)
     golden = {("output", "output"): torch.zeros(4, 64)}
-    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden)
+    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden, results=())
     (told,) = _told([replace(explanation("key-value-swapped"), hypotheses=(one,))], failure)
     assert told.sure
     assert ("if the map says what you mean, the port's code uses" in told.message) == is_told

@@ -130,7 +130,7 @@ PORTS = (
     ),
     PARALLEL_LAYERS.wrong("bias-dropped", "in channels 40 to 63 of 64.", wrong="bias", channels=slice(40, None)),
     PARALLEL_LAYERS.wrong("weight-not-copied", "in channels 0 to 19 of 64.", wrong="gain", channels=slice(0, 20)),
-    PARALLEL_LAYERS.wrong("factor", "down.2 unscaled, as the reference does; the port multiplies it by 3.", factor=3.0),
+    PARALLEL_LAYERS.wrong("factor", "down.2 as the reference does; the port's is 3 times that.", factor=3.0),
     NORMS_OF_LAYERS.wrong("norm-eps", "0.001", eps=1e-3, layers=(0,)),
     NORMS_OF_LAYERS.wrong("norm-eps", "0.003", eps=3e-3, layers=(1, 9)),
 )

@@ -241,7 +241,7 @@ PORTS: tuple[Port, ...] = (
     LAYER_SCALE.wrong("operation", "in the port, each has the other's factor", of_stream=True),
     HIGHWAY.wrong("operation", "in the port, each has the other's factor", of_stream=True),
     SHARED.wrong("factor", "the port multiplies it by 0.5", shared=0.5),
-    SHARED.wrong("factor", "the port multiplies it by 2.5", routed=2.5, precisions=("fp16",)),
+    SHARED.wrong("factor", "the port's is 2.5 times that", routed=2.5, precisions=("fp16",)),
     SHARED_LOSS.wrong("factor", shared=0.5, precisions=("bf16",)),
     SHARED_LOSS.wrong("factor", routed=2.5, precisions=("fp8_current",)),
     SHARED.wrong(
