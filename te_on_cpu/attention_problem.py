@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from te_on_cpu import cuda
 from te_on_cpu.enums import NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout
 
 # The keys that a query attends to, and ALiBi's distance penalty.
@@ -462,8 +463,13 @@ def each_sequence(layout: Layout, query: Lengths, key: Lengths, page_table: Tens
         yield Sequences(
             Span(layout.query, batch, query_start, queries),
             Span(layout.key, batch, key_start, keys, None if page_table is None else page_table[entry].long()),
-            Span("th" if layout.query == "thd" else "bhs", batch, query_start, queries),
+            Span("th", batch, query_start, queries) if is_packed(layout) else Span("bhs", batch, 0, queries),
         )
+
+
+def is_packed(layout: Layout) -> bool:
+    """Return whether the statistics of each query are packed as the queries are, which they are not on sm_120."""
+    return layout.query == "thd" and cuda.get_device_capability() != (12, 0)
 
 
 # A call of fused attention in any precision: its sequences and layouts, and buffers for its results.
@@ -532,13 +538,14 @@ def new_output(problem: Problem, query: Tensor, value: Tensor, dtype: torch.dtyp
 def new_statistics(problem: Problem, query: Tensor, max_seqlen_q: int) -> Tensor:
     """Return FP32 minus infinity, which padding keeps, in the shape that cuDNN 9.6 and later use.
 
-    The shape is ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in ``thd``.
+    The shape is ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in ``thd`` (but on sm_120).
     """
     layout = problem.layout.query
-    if layout == "thd":
+    if is_packed(problem.layout):
         shape = [*query.shape[:2], 1]
     else:
-        shape = [query.shape[layout.index("b")], query.shape[layout.index("h")], max_seqlen_q, 1]
+        batch = len(problem.cumulative[0]) - 1 if layout == "thd" else query.shape[layout.index("b")]
+        shape = [batch, query.shape[layout.index("h")], max_seqlen_q, 1]
     return torch.full(shape, float("-inf"))
 
 

@@ -1,4 +1,4 @@
-"""List and model what TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do differently.
+"""List and model what TransformerEngine's kernels on a GPU, from an Ada to an RTX Blackwell, may do differently.
 
 Each row is an option of the CPU kernels (``te_on_cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). A row says what its
 source allows, and what was measured on one GPU: an H200 with TE 2.20.2, cuBLAS 13.1 and PyTorch 2.11, by
@@ -36,7 +36,7 @@ SUMS_25_BIT = "sums-25-bit"
 RECAST_UP = "recast-up"
 RECAST_DOWN = "recast-down"
 
-_ALL_GPUS = ("ada", "hopper", "blackwell")
+_ALL_GPUS = ("ada", "hopper", "blackwell", "rtx_blackwell")
 _PER_TENSOR_FP8 = ("fp8_delayed", "fp8_current")
 # Outputs, data gradients and most weight gradients are BF16 in the quantized precisions, too.
 _SIXTEEN_BIT_RESULTS = tuple(name for name in PRECISION_NAMES if name != "fp32")
@@ -52,7 +52,7 @@ class KernelChoice:
 
     Attributes:
         name: the option's name, as in ``te_on_cpu.kernel_choices.NAMES``.
-        gpus: the GPUs whose kernels may do it, of ``ada``, ``hopper`` and ``blackwell``.
+        gpus: the GPUs whose kernels may do it, of ``ada``, ``hopper``, ``blackwell`` and ``rtx_blackwell``.
         precisions: names in ``parity.te`` of the precisions in which it can show.
         does: what the kernel does, in a sentence.
         source: where this is documented or was measured by others.
@@ -146,21 +146,21 @@ CHOICES = (
     ),
     KernelChoice(
         MX_25_BIT,
-        ("blackwell",),
+        ("blackwell", "rtx_blackwell"),
         ("mxfp8", "nvfp4"),
         "A sum of MXFP8 products keeps 25 fraction bits of its largest term, 32 products a step, one of NVFP4 35, 64 "
         "a step; both are cut to FP32, toward zero, after each step.",
-        f"{_MMA_SIM}: tcgen05.mma with block scales",
+        f"{_MMA_SIM}: tcgen05.mma with block scales, and mma of an RTX Blackwell",
         "no Blackwell was asked",
         leans=True,
     ),
     KernelChoice(
         SUMS_25_BIT,
-        ("hopper", "blackwell"),
+        ("hopper", "blackwell", "rtx_blackwell"),
         ("fp32", "fp16"),
         "A sum of TF32 products keeps 25 fraction bits of its largest term, 8 products a step, one of BF16 or FP16 so "
         "too, 16 a step; both are cut to FP32, toward zero, after each step. A BF16 result's own rounding hides it.",
-        f"{_MMA_SIM}: wgmma, tcgen05.mma",
+        f"{_MMA_SIM}: wgmma, tcgen05.mma, and mma of an RTX Blackwell",
         "confirmed on an H200: bits, products and cuts, though the smaller two of four shapes of TF32 add some sums to "
         "nearest; no Blackwell was asked",
         leans=True,
@@ -172,7 +172,7 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
     """Return the choices that the kernels of this GPU have at this precision.
 
     Args:
-        gpu: ``ada``, ``hopper`` or ``blackwell``.
+        gpu: ``ada``, ``hopper``, ``blackwell`` or ``rtx_blackwell``.
         precision: a name of ``parity.te``.
 
     Raises:

@@ -803,6 +803,7 @@ def test_every_option_of_the_cpu_kernels_has_a_row_with_its_source() -> None:
         ("hopper", "bf16", {"split-k-in-output-type", "attention-16-bit-sums"}),
         ("blackwell", "fp8_current", {"split-k-in-output-type", "attention-16-bit-sums"}),
         ("blackwell", "nvfp4", {"mx-25-bit", "split-k-in-output-type", "attention-16-bit-sums"}),
+        ("rtx_blackwell", "fp8_current", {"split-k-in-output-type", "attention-16-bit-sums"}),
     ],
 )
 def test_a_gpu_has_its_own_at_each_precision(gpu: str, precision: str, expected: set[str]) -> None:
@@ -811,7 +812,7 @@ def test_a_gpu_has_its_own_at_each_precision(gpu: str, precision: str, expected:
 
 @pytest.mark.parametrize(("gpu", "precision"), [("volta", "fp32"), ("hopper", "fp64")])
 def test_what_has_no_kernels_here_is_refused_with_what_has(gpu: str, precision: str) -> None:
-    with pytest.raises(ValueError, match=r"GPUs are ada, hopper, blackwell, precisions fp32, bf16"):
+    with pytest.raises(ValueError, match=r"GPUs are ada, hopper, blackwell, rtx_blackwell, precisions fp32, bf16"):
         choices_of_gpus.of(gpu, precision)
 
 
