@@ -8,10 +8,11 @@ the same, because other GPUs, shapes and versions of cuBLAS may make it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from parity.numerics.formats import Format, Quantized, Recast, Recasts, Rounding, tf32, tf32_truncated
@@ -40,6 +41,7 @@ _ALL_GPUS = ("ada", "hopper", "blackwell", "rtx_blackwell")
 _PER_TENSOR_FP8 = ("fp8_delayed", "fp8_current")
 # Outputs, data gradients and most weight gradients are BF16 in the quantized precisions, too.
 _SIXTEEN_BIT_RESULTS = tuple(name for name in PRECISION_NAMES if name != "fp32")
+_SPLITS_K_BEFORE = "2.20"
 _MMA_SIM = "MMA-Sim, arXiv 2511.10909, and its code, github.com/microsoft/MMA-Sim"
 _CUBLASLT_GEMM = "TE 2.20.2, common/gemm/cublaslt_gemm.cu"
 _TF32_ON_H200 = "not seen on an H200: operands are rounded to nearest, ties to even, in 12 shapes and layouts"
@@ -59,6 +61,7 @@ class KernelChoice:
         measured: what was measured on a GPU, or that nothing was.
         leans: whether errors lean one way, such as toward zero, and so add up with the length of a sum; if not, they
             are noise.
+        before: the version of TE from which on only PyTorch's kernels may do it; empty if TE's may in all versions.
     """
 
     name: str
@@ -68,6 +71,7 @@ class KernelChoice:
     source: str
     measured: str
     leans: bool
+    before: str = ""
 
 
 CHOICES = (
@@ -129,9 +133,12 @@ CHOICES = (
         _SIXTEEN_BIT_RESULTS,
         "A GEMM with a 16-bit result splits K; each part's sum is rounded to the result's dtype and added in it.",
         "cuBLAS 13, cublasLtReductionScheme_t: CUBLASLT_REDUCTION_SCHEME_INPLACE and _OUTPUT_TYPE; "
-        f"{_CUBLASLT_GEMM} sets no CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, whose default allows all",
+        "CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, which TE 2.19.0 does not set, allows all by default; TE 2.20.2 "
+        "sets it to _COMPUTE_TYPE on every GPU (cublas_gemm in libtransformer_engine.so; TransformerEngine pull "
+        "request 3440, after sums in BF16 were seen on an L40), so only PyTorch's own products may still do it",
         _PARTS_ON_H200,
         leans=False,
+        before=_SPLITS_K_BEFORE,
     ),
     KernelChoice(
         ATTENTION_16_BIT_SUMS,
@@ -197,6 +204,7 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
 # The number of parts of K whose sums are rounded. Errors of 4 parts are 1.8 times those of one rounding, errors of 16
 # parts 3.1 times, which is within a limit of 1.7 times those of 4.
 SPLITS = 4
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})  # of ATen
 _SMALLEST_PART = 32  # the terms that one instruction sums
 _PROMOTE_EVERY = 128  # products of FP8 after which the sum continues in FP32
 _TILE = 1 << 20  # products that are held at once
@@ -230,9 +238,21 @@ def as_kernels_lean(rounding: Rounding) -> str:
     return f"its error lies in the direction in which kernels with {' or '.join(names)} change it"
 
 
-def noisy_sums(rounding: Rounding) -> tuple[str, ...]:
+def may_split_k(te_version: str, plain: Iterable[str] = ()) -> bool:
+    """Return whether a port's GEMMs may add parts of a sum in 16 bits.
+
+    Args:
+        te_version: the version of TE whose kernels multiply.
+        plain: names of the ATen functions that the port calls by itself.
+    """
+    return Version(te_version) < Version(_SPLITS_K_BEFORE) or not _PRODUCTS.isdisjoint(plain)
+
+
+def noisy_sums(rounding: Rounding, splits_k: bool) -> tuple[str, ...]:
     """Return the names of the choices that add noise, for kernels with this rounding."""
-    return () if rounding.storage is torch.float32 else (SPLIT_K_IN_OUTPUT_TYPE, ATTENTION_16_BIT_SUMS)
+    if rounding.storage is torch.float32:
+        return ()
+    return (SPLIT_K_IN_OUTPUT_TYPE, ATTENTION_16_BIT_SUMS) if splits_k else (ATTENTION_16_BIT_SUMS,)
 
 
 def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:
