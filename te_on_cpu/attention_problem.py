@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -120,6 +120,8 @@ class Attention:
         sink: one more score for each head, that of a key without a value, ``[heads]`` FP32; None for no sink.
         dropout: the chance that an attention weight is dropped; the others are multiplied by ``1 / (1 - dropout)``.
         seed: the seed of the dropout mask, the same in forward and backward.
+        modify: maps the scaled scores of a block, ``[entries, heads, rows, columns]`` FP32, to others; None for none.
+        modify_grad: maps the gradient of such scores to that of the scaled ones, once they are known; None for none.
     """
 
     scale: float
@@ -129,6 +131,8 @@ class Attention:
     sink: Tensor | None = None
     dropout: float = 0.0
     seed: int = 0
+    modify: Callable[[Tensor, Block], Tensor] | None = None
+    modify_grad: Callable[[Tensor, Block], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,10 @@ def of_block(query: Tensor, key: Tensor, attention: Attention, block: Block) -> 
     queries, keys = query.shape[2], key.shape[2]
     rows, columns = in_fp32(query[block.of_queries]), key[block.of_keys]
     scores = times_keys(rows, columns.mT).mul_(attention.scale)
+    if attention.modify is not None:
+        scores = attention.modify(scores, block)
     if attention.bias is not None:
-        scores += _part_of_bias(attention.bias, block)
+        scores += slice_for_block(attention.bias, block)
     if attention.alibi:
         scores += alibi(alibi_slopes(query.shape[1])[block.heads], block.rows, block.columns)
     for part in _edges(attention.band, block, queries, keys):
@@ -239,15 +245,14 @@ def _edges(band: Band, block: Block, queries: int, keys: int) -> Iterator[range]
 
 def add_bias_grad(bias_grad: Tensor, score_grad: Tensor, block: Block) -> None:
     """Add the gradient of a block's scores to that of the bias, summed over the dimensions that share a bias."""
-    part = _part_of_bias(bias_grad, block)
+    part = slice_for_block(bias_grad, block)
     part += score_grad.sum_to_size(part.shape)
 
 
-def _part_of_bias(bias: Tensor, block: Block) -> Tensor:
-    everything = slice(None)
-    own = (each if size > 1 else everything for each, size in zip(block.of_queries, bias.shape[:3], strict=True))
-    index = (*own, block.of_keys[2])
-    return bias[index]
+def slice_for_block(tensor: Tensor, block: Block) -> Tensor:
+    """Return a view of the part of a tensor, ``[batch, heads, queries, keys]`` or 1 for each, that a block reads."""
+    everything, of_block = slice(None), (*block.of_queries, block.of_keys[2])
+    return tensor[tuple(own if size > 1 else everything for own, size in zip(of_block, tensor.shape, strict=True))]
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
