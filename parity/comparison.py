@@ -42,7 +42,7 @@ from parity.mistakes.codes import check_accepts, finding, repairable
 from parity.mistakes.hypothesis import Hypothesis
 from parity.numerics.errors import TINY, GoldenTensor, norm_of, relative_l2
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
-from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
+from parity.numerics.kernel_choices import as_kernels_lean, may_split_k, noisy_sums
 from parity.numerics.plain import plain_calls
 from parity.passes.all_passes import (
     Recalled,
@@ -76,7 +76,7 @@ from parity.result import PROBED, REWEIGHED, Finding, Kind, Result, TensorResult
 from parity.shown import few_of, raised, said
 from parity.stages.judge import allowed_ratio
 from parity.stages.locate import Stages, judge_stages
-from parity.te import PRECISIONS, Kernels, Precision, precision_named, why_refused, why_unavailable
+from parity.te import PRECISIONS, Kernels, Precision, precision_named, version, why_refused, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.debug_features import describe_features
 from parity.te.devices import classify
@@ -688,6 +688,12 @@ def observe_port(request: Request, prepared: Prepared) -> Port:
     return Port(tuple(sorted(names)), together(steps), tuple(choices), tuple(dict.fromkeys(recipes)))
 
 
+def find_noisy_kernels(request: Request, port: Port) -> tuple[str, ...]:
+    """Return the names of the choices that add noise which the kernels of the candidate's pass may make."""
+    adds_parts = request.candidate_run is not None and request.candidate_run.adds_parts
+    return noisy_sums(request.precision.rounding, adds_parts or may_split_k(version(), port.plain))
+
+
 # The verdicts on every tensor.
 
 
@@ -762,6 +768,7 @@ def _rejudge_tensors(comparison: Comparison, judge_by: Callable[..., tuple[Tenso
     request, models, first_look = comparison.request, comparison.models, comparison.tensors
     rounding, dtype = request.rounding, request.precision.dtype
     port = observe_port(request, comparison.prepared)
+    noisy = find_noisy_kernels(request, port) if request.other_kernels else ()
     log_probs = [comparison.candidate.tensors["output", name] for name in comparison.log_probs]
     if dtype.itemsize == 2 and any(are_log_probs_of(one, dtype) for one in log_probs):
         port = replace(port, plain=())  # whoever returns these in FP32 means to take them in FP32
@@ -779,7 +786,6 @@ def _rejudge_tensors(comparison: Comparison, judge_by: Callable[..., tuple[Tenso
         judge_again = partial(judge_by, biased_runs=leaning)
         alike = judge_again(models)
     by_kernels = remark(on_plain_kernels, alike, as_kernels_lean(rounding))
-    noisy = noisy_sums(rounding) if request.other_kernels else ()
     tensors = second_look(alike, models, judge_again, prepared, rounding, port, noisy)
     if tensors is not alike and made_by_port_alone(alike, prepared, comparison.known, dtype):
         tensors, port = alike, replace(port, plain=())

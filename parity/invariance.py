@@ -22,14 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from parity.case.case import Rng, draw_inputs, mixed
 from parity.case.decoding import prompted
-from parity.comparison import catching, observe_port
+from parity.comparison import catching, find_noisy_kernels, observe_port
 from parity.judge.request import Request, run_again
 from parity.mistakes.codes import finding
 from parity.numerics.errors import TINY, norm_of
 from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED, FUSED_POINTWISE, UNFUSED, Freedom
+from parity.numerics.freedom import FUSED, FUSED_POINTWISE, UNFUSED, Freedom, Port
 from parity.numerics.golden import in_fp64
-from parity.numerics.kernel_choices import biased_kernels, noisy_sums
+from parity.numerics.kernel_choices import biased_kernels
 from parity.passes.all_passes import Tensors, as_returned, run_model, tensors_of
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import named_inputs, run, with_inputs
@@ -532,15 +532,15 @@ class _Subject:
             coupled = [key for key, change in explained.items() if change or in_parts]
             explained |= {key: max(explained[key], errors[key]) for key in coupled}
             yield "recipe", "the recipe's scales", explained
-        names = (*biased_kernels(rounding), *noisy_sums(rounding))
+        names = (*biased_kernels(rounding), *find_noisy_kernels(self._request, self._port))
         kernels = [FUSED, UNFUSED, replace(FUSED_POINTWISE, splits_of_k=2, jitter=0)]
-        kernels += [*(replace(FUSED, kernels=(name,)) for name in names), *self._port_freedoms]
+        kernels += [*(replace(FUSED, kernels=(name,)) for name in names), *self._port.freedoms]
         by_kernels = self._model_changes(way, golden, rounding, [(FUSED, one) for one in kernels])
         yield "kernels", "other kernels", {key: explained[key] + by_kernels[key] + by_chance[key] for key in golden}
 
     @cached_property
-    def _port_freedoms(self) -> tuple[Freedom, ...]:
-        return tuple(observe_port(self._request, self._base).freedoms)
+    def _port(self) -> Port:
+        return observe_port(self._request, self._base)
 
     def _model_changes(
         self, way: _Way, golden: Tensors, rounding: Rounding, freedoms: Iterable[tuple[Freedom, Freedom]]

@@ -11,6 +11,7 @@ module                                              replaces, in TransformerEngi
 ``cast`` on ``formats``: ``float8``, ``mxfp8``,     ``cast.cpp``, ``transpose.cpp``, ``bias.cpp``, and
 ``block_scaling``, ``nvfp4``; ``swizzle``           ``csrc/quantizer.cpp``
 ``context_parallel``                                ``attention.cpp``: packed sequences that are split among ranks
+``cudnn_frontend``                                  cuDNN's Python package ``cudnn``: graphs for ``score_mod``
 ``dropout``                                         ``dropout.cpp``
 ``expert_parallel``                                 ``ep.cpp``
 ``gemm`` on ``tensor_cores``, ``kernel_choices``    ``gemm.cpp``; options for the arithmetic of other kernels

@@ -47,6 +47,7 @@ __all__ = [
 _F16_DTYPES = (DType.kFloat16, DType.kBFloat16)
 _FP8_DTYPES = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 _LAST_CUDNN_WITH_GRAPH_BUG = 91500
+_CUDNN_9_18_1 = 91801
 _CUDNN_9_21 = 92100
 
 
@@ -158,12 +159,22 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
         yield f"head dimensions {c.head_dim_qk} (Q, K) and {c.head_dim_v} (V) are not supported"
     yield from _objections_to_bias(c, architecture)
     yield from _objections_to_mask(c, layout)
-    dropout_and_bias = c.dropout != 0.0 and c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS
-    if architecture >= 100 and c.is_training and (c.deterministic or dropout_and_bias):
+    if architecture == 120:
+        yield from _objections_of_rtx_blackwell(c)
+    extras = (c.dropout != 0.0) + (c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS)
+    is_deterministic = architecture != 120 and cuda.cudnn_version() >= _CUDNN_9_18_1 and not extras
+    if architecture >= 100 and c.is_training and (extras == 2 or (c.deterministic and not is_deterministic)):
         yield "on Blackwell, the backward pass supports neither deterministic mode nor dropout with a bias"
     in_graph = c.cuda_graph and c.is_training and cuda.cudnn_version() <= _LAST_CUDNN_WITH_GRAPH_BUG
     if in_graph and c.max_seqlen_kv % 128 and not attention_problem.is_padding(c.attn_mask_type):
         yield "in a CUDA graph, this cuDNN needs keys in multiples of 128"
+
+
+def _objections_of_rtx_blackwell(c: _Configuration) -> Iterator[str]:
+    if cuda.cudnn_version() < _CUDNN_9_18_1:
+        yield "on an RTX Blackwell, fused attention needs cuDNN 9.18.1"
+    if c.qkv_layout in (NVTE_QKV_Layout.NVTE_T3HD, NVTE_QKV_Layout.NVTE_TH3D):
+        yield "on an RTX Blackwell, packed sequences cannot lie in one tensor with queries, keys and values"
 
 
 def _architecture() -> int:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from te_on_cpu import cuda
 from te_on_cpu.enums import NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout
 
 # The keys that a query attends to, and ALiBi's distance penalty.
@@ -119,6 +120,8 @@ class Attention:
         sink: one more score for each head, that of a key without a value, ``[heads]`` FP32; None for no sink.
         dropout: the chance that an attention weight is dropped; the others are multiplied by ``1 / (1 - dropout)``.
         seed: the seed of the dropout mask, the same in forward and backward.
+        modify: maps the scaled scores of a block, ``[entries, heads, rows, columns]`` FP32, to others; None for none.
+        modify_grad: maps the gradient of such scores to that of the scaled ones, once they are known; None for none.
     """
 
     scale: float
@@ -128,6 +131,8 @@ class Attention:
     sink: Tensor | None = None
     dropout: float = 0.0
     seed: int = 0
+    modify: Callable[[Tensor, Block], Tensor] | None = None
+    modify_grad: Callable[[Tensor, Block], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,8 +214,10 @@ def of_block(query: Tensor, key: Tensor, attention: Attention, block: Block) -> 
     queries, keys = query.shape[2], key.shape[2]
     rows, columns = in_fp32(query[block.of_queries]), key[block.of_keys]
     scores = times_keys(rows, columns.mT).mul_(attention.scale)
+    if attention.modify is not None:
+        scores = attention.modify(scores, block)
     if attention.bias is not None:
-        scores += _part_of_bias(attention.bias, block)
+        scores += slice_for_block(attention.bias, block)
     if attention.alibi:
         scores += alibi(alibi_slopes(query.shape[1])[block.heads], block.rows, block.columns)
     for part in _edges(attention.band, block, queries, keys):
@@ -238,15 +245,14 @@ def _edges(band: Band, block: Block, queries: int, keys: int) -> Iterator[range]
 
 def add_bias_grad(bias_grad: Tensor, score_grad: Tensor, block: Block) -> None:
     """Add the gradient of a block's scores to that of the bias, summed over the dimensions that share a bias."""
-    part = _part_of_bias(bias_grad, block)
+    part = slice_for_block(bias_grad, block)
     part += score_grad.sum_to_size(part.shape)
 
 
-def _part_of_bias(bias: Tensor, block: Block) -> Tensor:
-    everything = slice(None)
-    own = (each if size > 1 else everything for each, size in zip(block.of_queries, bias.shape[:3], strict=True))
-    index = (*own, block.of_keys[2])
-    return bias[index]
+def slice_for_block(tensor: Tensor, block: Block) -> Tensor:
+    """Return a view of the part of a tensor, ``[batch, heads, queries, keys]`` or 1 for each, that a block reads."""
+    everything, of_block = slice(None), (*block.of_queries, block.of_keys[2])
+    return tensor[tuple(own if size > 1 else everything for own, size in zip(of_block, tensor.shape, strict=True))]
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
@@ -462,8 +468,13 @@ def each_sequence(layout: Layout, query: Lengths, key: Lengths, page_table: Tens
         yield Sequences(
             Span(layout.query, batch, query_start, queries),
             Span(layout.key, batch, key_start, keys, None if page_table is None else page_table[entry].long()),
-            Span("th" if layout.query == "thd" else "bhs", batch, query_start, queries),
+            Span("th", batch, query_start, queries) if is_packed(layout) else Span("bhs", batch, 0, queries),
         )
+
+
+def is_packed(layout: Layout) -> bool:
+    """Return whether the statistics of each query are packed as the queries are, which they are not on sm_120."""
+    return layout.query == "thd" and cuda.get_device_capability() != (12, 0)
 
 
 # A call of fused attention in any precision: its sequences and layouts, and buffers for its results.
@@ -532,13 +543,14 @@ def new_output(problem: Problem, query: Tensor, value: Tensor, dtype: torch.dtyp
 def new_statistics(problem: Problem, query: Tensor, max_seqlen_q: int) -> Tensor:
     """Return FP32 minus infinity, which padding keeps, in the shape that cuDNN 9.6 and later use.
 
-    The shape is ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in ``thd``.
+    The shape is ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in ``thd`` (but on sm_120).
     """
     layout = problem.layout.query
-    if layout == "thd":
+    if is_packed(problem.layout):
         shape = [*query.shape[:2], 1]
     else:
-        shape = [query.shape[layout.index("b")], query.shape[layout.index("h")], max_seqlen_q, 1]
+        batch = len(problem.cumulative[0]) - 1 if layout == "thd" else query.shape[layout.index("b")]
+        shape = [batch, query.shape[layout.index("h")], max_seqlen_q, 1]
     return torch.full(shape, float("-inf"))
 
 

@@ -49,7 +49,8 @@ class DeviceProperties:
 ADA = DeviceProperties("emulated Ada", 8, 9, 142, 48 << 30)
 HOPPER = DeviceProperties("emulated Hopper", 9, 0, 132, 80 << 30)
 BLACKWELL = DeviceProperties("emulated Blackwell", 10, 0, 148, 192 << 30)
-GPUS = {"ada": ADA, "hopper": HOPPER, "blackwell": BLACKWELL}
+RTX_BLACKWELL = DeviceProperties("emulated RTX Blackwell", 12, 0, 170, 32 << 30)
+GPUS = {"ada": ADA, "hopper": HOPPER, "blackwell": BLACKWELL, "rtx_blackwell": RTX_BLACKWELL}
 GPU_VARIABLE = "PARITY_EMULATED_GPU"
 CUBLASLT_VARIABLE = "PARITY_EMULATED_CUBLASLT"
 DEFAULT_CUBLASLT = 130200

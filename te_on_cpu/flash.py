@@ -5,7 +5,7 @@ graph in TransformerEngine 2.20.2 (``common/fused_attn/fused_attn_f16_arbitrary_
 intermediates and sums FP32):
 
 =====================================  ===============================================================================
-scores                                 FP32 sums of products of the operands, scaled and biased in FP32
+scores                                 FP32 sums of products of the operands, scaled, modified and biased in FP32
 ``exp(score - largest score)``         FP32; rounded to the I/O dtype for the product with V, not for a row's sum
 output                                 the product divided by the sum of the row, rounded once
 backward: P                            FP32 ``exp(score - lse)``; rounded for the product with dO
@@ -126,6 +126,8 @@ def backward(
         score_grad = probability_grad.sub_(inner).mul_(probabilities)
         if gradients.bias is not None:
             attention_problem.add_bias_grad(gradients.bias, score_grad, block)
+        if attention.modify_grad is not None:
+            score_grad = attention.modify_grad(score_grad, block)
         score_grad.copy_(score_grad.mul_(attention.scale).to(dtype))
         gradients.query[rows] = times_keys(score_grad, key[block.of_keys])
         key_grad[columns] += score_grad.mT @ in_fp32(query[rows])

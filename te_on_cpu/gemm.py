@@ -621,6 +621,12 @@ def check(request: Request) -> None:
             f"compute capability {_FIRST_GPU[entry.quantizer]}.0; TE checks this for its own recipes, not for a "
             "CustomRecipe"
         )
+    is_tn = request.transA and not request.transB
+    if entry is not None and entry.kernels is mxfp8 and cuda.get_device_capability() >= (12, 0) and not is_tn:
+        raise RuntimeError(
+            "generic_gemm: Unable to find suitable cuBLAS GEMM algorithm: on compute capability 12.0, MXFP8 products "
+            "are for forward passes alone (TN); TE checks this for its own recipes, not for a CustomRecipe"
+        )
     if entry is None:
         _check_leading_dimensions(request)
     elif entry.kernels is block_scaling:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_on_cpu import block_scaling, cuda, float8, swizzle
+from te_on_cpu import block_scaling, cuda, float8, swizzle, versions
 
 # E2M1, a four-bit float. Its values are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, and a byte holds two of them.
 #
@@ -510,6 +510,12 @@ def _check_options(quantizer: Any, values: Tensor) -> None:
             raise RuntimeError(
                 "Row-scaled NVFP4 transpose quantization requires BF16 input and dimensions that are multiples of 32, "
                 f"but got {values.dtype} {list(values.shape)}."
+            )
+    if quantizer.stochastic_rounding and cuda.get_device_capability() >= (12, 0):
+        version = versions.installed_version()
+        if not versions.has_software_stochastic_rounding(version):
+            raise RuntimeError(
+                f"TransformerEngine {version} has no stochastic rounding to FP4 for compute capability 12.0 (2.20 has)."
             )
     if quantizer.with_rht and not quantizer.with_post_rht_amax:
         raise RuntimeError("Pre-RHT amax is not supported yet. Use with_post_rht_amax=true instead.")

@@ -54,6 +54,11 @@ def has_cross_entropy_gradient_in_forward(version: Version) -> bool:
     return version < Version("2.19")
 
 
+def has_software_stochastic_rounding(version: Version) -> bool:
+    """Return whether TE rounds to FP4 stochastically where the GPU cannot (sm_120); before, it wrote zeros."""
+    return version >= Version("2.20")
+
+
 def has_cross_entropy_gradient_in_fp32(version: Version) -> bool:
     """Return whether that gradient is FP32; in older versions it overwrites the logits."""
     return version >= Version("2.18")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
+from packaging.version import Version
 from pydantic import PlainSerializer
 from torch import Tensor
 
@@ -403,6 +404,8 @@ def is_rejected(asked: Asked) -> bool | None:
 
 def shown(choice: KernelChoice) -> str | None:
     """Return the precision to try a choice in: the first in which it can show on this machine, or None."""
+    if choice.before and Version(te.version()) >= Version(choice.before):
+        return None
     kernels = te.kernels("cpu")
     names = (name for name in choice.precisions if why_unavailable(PRECISIONS[name], kernels) is None)
     return next(names, None)
@@ -468,7 +471,7 @@ def _sections(rejected: Mapping[Asked, bool | None], seeds: int) -> Iterable[str
     yield "\n".join(told) or "None."
     without = [choice.name for choice in CHOICES if shown(choice) is None]
     if without:
-        yield f"Not tried, since no precision in which they show runs on this GPU: {', '.join(without)}."
+        yield f"Not tried, since they show in no precision here, or not with this TE: {', '.join(without)}."
 
 
 def _row(rejected: Mapping[Asked, bool | None], kernels: str, precision: str) -> Sequence[str]:

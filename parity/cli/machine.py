@@ -119,7 +119,8 @@ def emulated_availability() -> tuple[dict[str, Availability], str]:
                 on_old_cublas = availability("cpu")
         return {name: _with_needs(answer, on_old_cuda[name], on_old_cublas[name]) for name, answer in now.items()}
 
-    found = {f"{gpu.name.split()[-1]} {gpu.major}.{gpu.minor}": answers(gpu) for gpu in cuda.GPUS.values()}
+    names = {gpu: f"{gpu.name.removeprefix('emulated ')} {gpu.major}.{gpu.minor}" for gpu in cuda.GPUS.values()}
+    found = {name: answers(gpu) for gpu, name in names.items()}
     cublaslt, cudnn = (environment.version_text(of()) for of in (cuda.cublaslt_version, cuda.cudnn_version))
     libraries = f"CUDA {cuda.CUDA_VERSION}, cuBLAS {cublaslt} and cuDNN {cudnn}"
     return found, libraries

@@ -49,6 +49,7 @@ class CandidateRun:
         left_out: the message about TE modules that hold weights and did not run; empty if all did.
         summed: noise as large as the loss of sums over micro-batches in gradients that are held in 16 bits, since the
             rounding model makes only one pass.
+        adds_parts: whether it adds parts of sums that are rounded, as ranks do, and TE before 2.20 elsewhere may.
         recasts: by which scales attention's results were cast; empty if that is unknown.
         values: what it computed, in order, if its values were recorded.
         stages: its stages, once they were judged, by what they were judged with.
@@ -74,6 +75,7 @@ class CandidateRun:
     equals: str = ""
     left_out: str = ""
     summed: Tensors = field(default_factory=dict)
+    adds_parts: bool = False
     recasts: Recasts = ()
     values: Sequence[Watched] | None = None
     stages: dict[Any, Stages] = field(default_factory=dict)

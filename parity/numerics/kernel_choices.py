@@ -1,4 +1,4 @@
-"""List and model what TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do differently.
+"""List and model what TransformerEngine's kernels on a GPU, from an Ada to an RTX Blackwell, may do differently.
 
 Each row is an option of the CPU kernels (``te_on_cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). A row says what its
 source allows, and what was measured on one GPU: an H200 with TE 2.20.2, cuBLAS 13.1 and PyTorch 2.11, by
@@ -8,10 +8,11 @@ the same, because other GPUs, shapes and versions of cuBLAS may make it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from parity.numerics.formats import Format, Quantized, Recast, Recasts, Rounding, tf32, tf32_truncated
@@ -36,10 +37,11 @@ SUMS_25_BIT = "sums-25-bit"
 RECAST_UP = "recast-up"
 RECAST_DOWN = "recast-down"
 
-_ALL_GPUS = ("ada", "hopper", "blackwell")
+_ALL_GPUS = ("ada", "hopper", "blackwell", "rtx_blackwell")
 _PER_TENSOR_FP8 = ("fp8_delayed", "fp8_current")
 # Outputs, data gradients and most weight gradients are BF16 in the quantized precisions, too.
 _SIXTEEN_BIT_RESULTS = tuple(name for name in PRECISION_NAMES if name != "fp32")
+_SPLITS_K_BEFORE = "2.20"
 _MMA_SIM = "MMA-Sim, arXiv 2511.10909, and its code, github.com/microsoft/MMA-Sim"
 _CUBLASLT_GEMM = "TE 2.20.2, common/gemm/cublaslt_gemm.cu"
 _TF32_ON_H200 = "not seen on an H200: operands are rounded to nearest, ties to even, in 12 shapes and layouts"
@@ -52,13 +54,14 @@ class KernelChoice:
 
     Attributes:
         name: the option's name, as in ``te_on_cpu.kernel_choices.NAMES``.
-        gpus: the GPUs whose kernels may do it, of ``ada``, ``hopper`` and ``blackwell``.
+        gpus: the GPUs whose kernels may do it, of ``ada``, ``hopper``, ``blackwell`` and ``rtx_blackwell``.
         precisions: names in ``parity.te`` of the precisions in which it can show.
         does: what the kernel does, in a sentence.
         source: where this is documented or was measured by others.
         measured: what was measured on a GPU, or that nothing was.
         leans: whether errors lean one way, such as toward zero, and so add up with the length of a sum; if not, they
             are noise.
+        before: the version of TE from which on only PyTorch's kernels may do it; empty if TE's may in all versions.
     """
 
     name: str
@@ -68,6 +71,7 @@ class KernelChoice:
     source: str
     measured: str
     leans: bool
+    before: str = ""
 
 
 CHOICES = (
@@ -129,9 +133,12 @@ CHOICES = (
         _SIXTEEN_BIT_RESULTS,
         "A GEMM with a 16-bit result splits K; each part's sum is rounded to the result's dtype and added in it.",
         "cuBLAS 13, cublasLtReductionScheme_t: CUBLASLT_REDUCTION_SCHEME_INPLACE and _OUTPUT_TYPE; "
-        f"{_CUBLASLT_GEMM} sets no CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, whose default allows all",
+        "CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, which TE 2.19.0 does not set, allows all by default; TE 2.20.2 "
+        "sets it to _COMPUTE_TYPE on every GPU (cublas_gemm in libtransformer_engine.so; TransformerEngine pull "
+        "request 3440, after sums in BF16 were seen on an L40), so only PyTorch's own products may still do it",
         _PARTS_ON_H200,
         leans=False,
+        before=_SPLITS_K_BEFORE,
     ),
     KernelChoice(
         ATTENTION_16_BIT_SUMS,
@@ -146,21 +153,21 @@ CHOICES = (
     ),
     KernelChoice(
         MX_25_BIT,
-        ("blackwell",),
+        ("blackwell", "rtx_blackwell"),
         ("mxfp8", "nvfp4"),
         "A sum of MXFP8 products keeps 25 fraction bits of its largest term, 32 products a step, one of NVFP4 35, 64 "
         "a step; both are cut to FP32, toward zero, after each step.",
-        f"{_MMA_SIM}: tcgen05.mma with block scales",
+        f"{_MMA_SIM}: tcgen05.mma with block scales, and mma of an RTX Blackwell",
         "no Blackwell was asked",
         leans=True,
     ),
     KernelChoice(
         SUMS_25_BIT,
-        ("hopper", "blackwell"),
+        ("hopper", "blackwell", "rtx_blackwell"),
         ("fp32", "fp16"),
         "A sum of TF32 products keeps 25 fraction bits of its largest term, 8 products a step, one of BF16 or FP16 so "
         "too, 16 a step; both are cut to FP32, toward zero, after each step. A BF16 result's own rounding hides it.",
-        f"{_MMA_SIM}: wgmma, tcgen05.mma",
+        f"{_MMA_SIM}: wgmma, tcgen05.mma, and mma of an RTX Blackwell",
         "confirmed on an H200: bits, products and cuts, though the smaller two of four shapes of TF32 add some sums to "
         "nearest; no Blackwell was asked",
         leans=True,
@@ -172,7 +179,7 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
     """Return the choices that the kernels of this GPU have at this precision.
 
     Args:
-        gpu: ``ada``, ``hopper`` or ``blackwell``.
+        gpu: ``ada``, ``hopper``, ``blackwell`` or ``rtx_blackwell``.
         precision: a name of ``parity.te``.
 
     Raises:
@@ -197,6 +204,7 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
 # The number of parts of K whose sums are rounded. Errors of 4 parts are 1.8 times those of one rounding, errors of 16
 # parts 3.1 times, which is within a limit of 1.7 times those of 4.
 SPLITS = 4
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})  # of ATen
 _SMALLEST_PART = 32  # the terms that one instruction sums
 _PROMOTE_EVERY = 128  # products of FP8 after which the sum continues in FP32
 _TILE = 1 << 20  # products that are held at once
@@ -230,9 +238,21 @@ def as_kernels_lean(rounding: Rounding) -> str:
     return f"its error lies in the direction in which kernels with {' or '.join(names)} change it"
 
 
-def noisy_sums(rounding: Rounding) -> tuple[str, ...]:
+def may_split_k(te_version: str, plain: Iterable[str] = ()) -> bool:
+    """Return whether a port's GEMMs may add parts of a sum in 16 bits.
+
+    Args:
+        te_version: the version of TE whose kernels multiply.
+        plain: names of the ATen functions that the port calls by itself.
+    """
+    return Version(te_version) < Version(_SPLITS_K_BEFORE) or not _PRODUCTS.isdisjoint(plain)
+
+
+def noisy_sums(rounding: Rounding, splits_k: bool) -> tuple[str, ...]:
     """Return the names of the choices that add noise, for kernels with this rounding."""
-    return () if rounding.storage is torch.float32 else (SPLIT_K_IN_OUTPUT_TYPE, ATTENTION_16_BIT_SUMS)
+    if rounding.storage is torch.float32:
+        return ()
+    return (SPLIT_K_IN_OUTPUT_TYPE, ATTENTION_16_BIT_SUMS) if splits_k else (ATTENTION_16_BIT_SUMS,)
 
 
 def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:

@@ -345,7 +345,8 @@ def over(axis: AxisName, dim: int = 0, *, blocks: int = 1, balanced: bool = Fals
         blocks: how many blocks the dimension consists of, each of which is divided separately: 2 for the weight of a
             gated linear unit, whose gate and up projections follow each other.
         balanced: whether the dimension is cut into twice as many parts as ranks, and each rank holds one from the
-            front and one from the back, as causal attention over context parallel ranks does
+            front and one from the back, as causal attention over context parallel ranks does, unless TE is told
+            ``CPLoadBalancingStrategy.NO_LOAD_BALANCE``
             (``pytorch/attention/dot_product_attention/context_parallel.py`` of TE 2.20.2).
 
     Raises:

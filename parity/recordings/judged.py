@@ -19,6 +19,7 @@ from parity.case.weight_map import WeightMap, names
 from parity.comparison import explain_at, judge_at, with_stages
 from parity.judge.limits import packaged
 from parity.judge.request import CandidateRun
+from parity.numerics.kernel_choices import may_split_k
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_outputs
 from parity.passes.prepare import prepare
@@ -98,7 +99,8 @@ def judge_pass(
         probe=False,
         cotangents=_read_cotangents(stored, tensors),
     )
-    run = CandidateRun(tensors, unreached, values=values)
+    adds_parts = stored.index.tp > 1 or may_split_k(stored.index.environment.get("transformer-engine", "0"))
+    run = CandidateRun(tensors, unreached, values=values, adds_parts=adds_parts)
     comparison = judge_at(whole, checked, at, 0, kernels, packaged(), candidate_run=run)
     result, stages = explain_at(comparison, seconds), None
     if result.status in ("passed", "failed"):

@@ -279,7 +279,7 @@ _IS_AVAILABLE = {
 def why_unavailable(precision: Precision, kernels: Kernels) -> str | None:
     """Return why this machine cannot run the precision on these kernels, or None if it can.
 
-    The CPU kernels emulate a Hopper GPU, for which TE itself gives the answer.
+    On the CPU kernels, TE itself gives the answer for the emulated GPU.
     """
     for family in precision.families:
         if family in _IS_AVAILABLE:

@@ -117,7 +117,7 @@ def _compare_over_ranks(
     unreached = unreached_by(ran)
     attention = ", ".join(dict.fromkeys(one.attention for one in ran if one.attention))
     at = (checked, precision, seed, kernels, request.calibration, request.attention)
-    run = CandidateRun(tensors, unreached, attention=attention, changed=changed_by(ran))
+    run = CandidateRun(tensors, unreached, attention=attention, changed=changed_by(ran), adds_parts=True)
     judged = judge_at(request.case, *at, candidate_run=run)
     result = dataclasses.replace(judged.result, size_label=request.checked.label)
     apart = replicas_apart(wholes)

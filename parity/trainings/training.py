@@ -305,7 +305,7 @@ def _train_and_judge(
                 dataclasses.replace(one, buffers=buffers), trainee.training.clip, isinstance(trainee, Trainee)
             )
             run.history.append(one.stepped.update.remembered())
-            judged = run.judge(step, _candidate_run(one.stepped)).result
+            judged = run.judge(step, _candidate_run(one.stepped, made is not None)).result
             _note_step(run, number, judged, prepared, one.stepped)
             judged = _with_findings(run, one, judged)
             if judged.status != "passed" or judged.findings:
@@ -553,10 +553,10 @@ def _first_wrong(run: _Run, judged: Result) -> Result:
     return run.result(status, reason=reason, findings=judged.findings, notes=judged.notes)
 
 
-def _candidate_run(stepped: Stepped) -> CandidateRun:
+def _candidate_run(stepped: Stepped, over_ranks: bool = False) -> CandidateRun:
     scales = recasts(before for before, _ in stepped.scaling)
-    seen = stepped.tensors, stepped.unreached
-    return CandidateRun(*seen, summed=stepped.summed, recasts=scales, changed=stepped.changed)
+    seen, changed = (stepped.tensors, stepped.unreached), stepped.changed
+    return CandidateRun(*seen, summed=stepped.summed, recasts=scales, changed=changed, adds_parts=over_ranks)
 
 
 def _new_trainee(resuming: ExitStack, *of: Any) -> Trainee:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from te_on_cpu import EmulationError, cuda, extension, linear_attention, triton, versions
+from te_on_cpu import EmulationError, cuda, cudnn_frontend, extension, linear_attention, triton, versions
 from te_on_cpu.graphs import recorded
 from te_on_cpu.loading import stand_ins
 from te_on_cpu.loading.words import STAND_INS, cuda_means_cpu
@@ -120,7 +120,8 @@ def _write(file: Path, content: bytes) -> None:
 # replaced, so that these files are read as TE's modules are.
 #
 # Functions of TE that launch Triton kernels are replaced after their module is loaded, see ``te_on_cpu/triton.py``, and
-# so is the one that imports operations of cuDNN's Python frontend, see ``te_on_cpu/linear_attention.py``.
+# so is the one that imports operations of cuDNN's Python frontend, see ``te_on_cpu/linear_attention.py``. Of this
+# frontend, ``import cudnn``, in users' code as well, finds what ``score_mod`` needs (``te_on_cpu/cudnn_frontend.py``).
 
 
 _ROOT = "transformer_engine"
@@ -232,10 +233,12 @@ def _read_features_as_te(reader: Any) -> None:
     reader.import_and_exec_module = read_as_te
 
 
-class _ExtensionLoader(importlib.abc.Loader):
-    """Loads the CPU kernels as TE's compiled extension."""
+class _BuiltLoader(importlib.abc.Loader):
+    """Loads the CPU kernels as TE's compiled extension, and the stand-in for cuDNN's Python frontend."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        if spec.name == cudnn_frontend.NAME:
+            return cudnn_frontend.build()
         return extension.build(versions.installed_version())
 
     def exec_module(self, module: ModuleType) -> None:
@@ -243,7 +246,7 @@ class _ExtensionLoader(importlib.abc.Loader):
 
 
 class CpuFinder(importlib.abc.MetaPathFinder):
-    """Finds ``transformer_engine``, its submodules and its extension, and passes them to the CPU's loaders.
+    """Finds ``transformer_engine``, its submodules, its extension and ``cudnn``, and passes them to the CPU's loaders.
 
     Args:
         wanted: called when ``transformer_engine`` itself is imported; if it returns False, this finder finds nothing.
@@ -261,12 +264,12 @@ class CpuFinder(importlib.abc.MetaPathFinder):
             if spec is not None and spec.origin is not None:
                 spec.loader = _FeatureReaderLoader(fullname, spec.origin)
             return spec
-        if fullname.partition(".")[0] not in (_ROOT, extension.NAME):
+        if fullname.partition(".")[0] not in (_ROOT, extension.NAME, cudnn_frontend.NAME):
             return None
-        if not (self._is_wanted() if fullname == _ROOT else is_loaded()):
+        if not (self._is_wanted() if fullname in (_ROOT, cudnn_frontend.NAME) else is_loaded()):
             return None
-        if fullname == extension.NAME:
-            return importlib.machinery.ModuleSpec(fullname, _ExtensionLoader())
+        if fullname in (extension.NAME, cudnn_frontend.NAME):
+            return importlib.machinery.ModuleSpec(fullname, _BuiltLoader())
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _CpuLoader(fullname, spec.loader.path)

@@ -171,6 +171,17 @@ OTHER_GPUS = [
     ((10, 0), dict(deterministic=True), False),
     ((10, 0), inference(deterministic=True), True),
     ((10, 0), dict(dropout=0.1, bias_type="POST_SCALE_BIAS"), False),
+    ((12, 0), {}, "on an RTX Blackwell, fused attention needs cuDNN 9.18.1"),
+]
+# Compute capability, configuration, and whether the GPU serves it with cuDNN 9.18.1.
+WITH_CUDNN_9_18_1 = [
+    ((10, 0), dict(deterministic=True), True),
+    ((10, 0), dict(deterministic=True, dropout=0.1), False),
+    ((12, 0), {}, True),
+    ((12, 0), dict(deterministic=True), False),
+    ((12, 0), inference(deterministic=True), True),
+    ((12, 0), dict(attn_mask_type="PADDING_CAUSAL_MASK", qkv_layout="THD_T2HD"), True),
+    ((12, 0), dict(attn_mask_type="PADDING_CAUSAL_MASK", qkv_layout="T3HD"), False),
 ]
 
 
@@ -182,6 +193,15 @@ def test_other_gpus_serve_less(
     backend, why = answer(**changes)
     assert (backend != NONE) == (expected is True)
     assert not isinstance(expected, str) or why == expected
+
+
+@pytest.mark.parametrize(("capability", "changes", "is_served"), WITH_CUDNN_9_18_1, ids=str)
+def test_blackwells_serve_more_with_a_newer_cudnn(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], changes: dict[str, Any], is_served: bool
+) -> None:
+    monkeypatch.setattr(cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(cuda, "cudnn_version", lambda: 91801)
+    assert (answer(**changes)[0] != NONE) == is_served
 
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -301,6 +321,19 @@ def test_every_layout_gives_the_same_bits_with_gradients_that_lie_as_the_inputs_
         assert torch.equal(back(name, got), wanted)
     assert [(gradient.shape, gradient.stride()) for gradient in gradients] == [(x.shape, x.stride()) for x in qkv]
     assert count_storages(gradients) == STORAGES[parsed.shared]
+
+
+def test_an_rtx_blackwell_pads_the_statistics_of_packed_sequences() -> None:
+    layout = NVTE_QKV_Layout.NVTE_THD_THD_THD
+    q, k, v, do = (to("thd", tensor) for tensor in leaves())
+    output, *aux = forward(layout, q, k, v)
+    expected = [output, *backward(layout, [q, k, v], output, do, aux)[:3]]
+    with cuda.emulated(cuda.RTX_BLACKWELL):
+        output, *padded = forward(layout, q, k, v)
+        found = [output, *backward(layout, [q, k, v], output, do, padded)[:3]]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert torch.equal(padded[0].transpose(1, 2)[IS_TOKEN], aux[0])
+    assert (padded[0].transpose(1, 2)[~IS_TOKEN] == float("-inf")).all()
 
 
 @pytest.mark.parametrize("name", [layout.name for layout in NVTE_QKV_Layout if "Paged" in layout.name])

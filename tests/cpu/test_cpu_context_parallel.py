@@ -1,6 +1,7 @@
 """TE's attention over a sequence that is spread over ranks equals the attention on one rank.
 
-Causal load balancing gives each rank two chunks of every sequence. The tests gather the results of all ranks, put them
+Causal load balancing gives each rank two chunks of every sequence; without it (packed sequences in TE 2.20), each rank
+has one chunk of all tokens. The tests gather the results of all ranks, put them
 back in order, and compare them with what one rank computes from whole sequences.
 """
 
@@ -28,7 +29,11 @@ HEAD = 16
 
 @dataclass(frozen=True)
 class Attention:
-    """A configuration of attention. Sequences have ``lengths`` tokens, of which ``valid`` are not padding."""
+    """A configuration of attention. Sequences have ``lengths`` tokens, of which ``valid`` are not padding.
+
+    Attributes:
+        balanced: whether TE's default divides tokens among ranks, or ``CPLoadBalancingStrategy.NO_LOAD_BALANCE``.
+    """
 
     communication: str
     format: str = "bshd"
@@ -43,6 +48,12 @@ class Attention:
     recipe: str | None = None
     bias: str = "no_bias"
     softmax: str = "vanilla"
+    balanced: bool = True
+
+    @property
+    def cut_at(self) -> tuple[int, ...]:
+        """The lengths of what ranks divide, each by itself; nothing if ranks divide all tokens in order."""
+        return () if not self.balanced else self.lengths if self.format == "thd" else self.lengths[:1]
 
     def __str__(self) -> str:
         others = (f"{f.name}={getattr(self, f.name)}" for f in fields(self)[1:] if getattr(self, f.name) != f.default)
@@ -53,6 +64,8 @@ class Attention:
 
 
 def _of_rank(whole: Tensor, rank: int, ranks: int, dim: int, lengths: Sequence[int]) -> Tensor:
+    if not lengths:
+        return whole.chunk(ranks, dim)[rank].contiguous()
     sequences = whole.split(list(lengths), dim)
     chunks = [sequence.chunk(2 * ranks, dim) for sequence in sequences]
     return torch.cat([chunk for each in chunks for chunk in (each[rank], each[2 * ranks - 1 - rank])], dim)
@@ -60,6 +73,8 @@ def _of_rank(whole: Tensor, rank: int, ranks: int, dim: int, lengths: Sequence[i
 
 def _whole(parts: Sequence[Tensor], dim: int, lengths: Sequence[int]) -> Tensor:
     ranks = len(parts)
+    if not lengths:
+        return torch.cat(list(parts), dim)
     of_ranks = [part.split([length // (2 * ranks) for length in lengths for _ in "ab"], dim) for part in parts]
     return torch.cat(
         [
@@ -90,7 +105,8 @@ def _compute(case: Attention, on_ranks: bool, tensors: Sequence[Tensor], output_
     )
     if on_ranks:
         ranks = list(range(dist.get_world_size()))
-        module.set_context_parallel_group(_group(case.communication), ranks, cuda.Stream(), case.communication)
+        plain = {} if case.balanced else {"load_balancing_strategy": te.CPLoadBalancingStrategy.NO_LOAD_BALANCE}
+        module.set_context_parallel_group(_group(case.communication), ranks, cuda.Stream(), case.communication, **plain)
     inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     options: dict[str, Any] = {}
     if case.format == "thd":
@@ -152,15 +168,14 @@ def _draw(case: Attention) -> list[Tensor]:
 def _errors(case: Attention) -> dict[str, float]:
     """Return the relative L2 distances between the results of all ranks together and those of one rank."""
     dim = case.format.index("t" if case.format == "thd" else "s")
-    lengths = case.lengths if case.format == "thd" else case.lengths[:1]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tensors = _draw(case)
     try:
         whole = _compute(case, False, tensors[:3], tensors[3])
     except ValueError as error:
         raise RuntimeError(f"one rank alone cannot compute {case}") from error
-    *parts, gradient = (_of_rank(tensor, rank, ranks, dim, lengths) for tensor in tensors)
-    found = [_gathered(part, dim, lengths) for part in _compute(case, True, parts, gradient)]
+    *parts, gradient = (_of_rank(tensor, rank, ranks, dim, case.cut_at) for tensor in tensors)
+    found = [_gathered(part, dim, case.cut_at) for part in _compute(case, True, parts, gradient)]
     return {name: _distance(a, b) for name, a, b in zip(NAMES, found, whole, strict=True)}
 
 
@@ -254,9 +269,17 @@ REFUSED = [
     Attention("p2p", window=(16, 0)),
     Attention("a2a", heads=6, groups=3),
 ]
-IN_WHICH_WORDS = "No dot product attention backend|not support|divisible by"
+# In packed order, sequences need not be multiples of anything, and one may lie on several ranks.
+IN_ORDER = dict(format="thd", mask="padding_causal", lengths=(33, 58, 21), balanced=False)
+IN_WHICH_WORDS = "No dot product attention backend|not support|divisible by|No-load-balance .* requires"
 IS_NEWEST = versions.installed_version().release[:2] >= versions.NEWEST.release
 LAYERS = ["p2p", "all_gather", "a2a"]
+HAS_ORDER = "CPLoadBalancingStrategy" in dir(parity_te.kernels("cpu").te)
+if HAS_ORDER:
+    TWO += [Attention("all_gather", **IN_ORDER, **options) for options in ({}, dict(groups=2), dict(valid=(30, 58, 9)))]
+    FOUR += [Attention("all_gather", **IN_ORDER), Attention("all_gather", **IN_ORDER, valid=(33, 1, 20))]
+    REFUSED += [Attention(how, **IN_ORDER) for how in ("p2p", "a2a")]
+    REFUSED += [Attention("all_gather", **{**IN_ORDER, "mask": "padding"}), Attention("all_gather", balanced=False)]
 WRONG = [Attention("p2p", **FP8), Attention("p2p", **FP8, mask="no_mask")]
 
 

@@ -329,15 +329,6 @@ def test_te_says_when_the_environment_leaves_no_backend(monkeypatch: pytest.Monk
     emulated_gpu.choose_again()
 
 
-def test_a_score_mod_needs_cudnns_frontend_and_te_says_so() -> None:
-    attention = build(SETTINGS["no_mask"])
-    if "score_mod" not in inspect.signature(attention.forward).parameters:
-        pytest.skip("this TransformerEngine has no score_mod")
-    tensors = leaves(SETTINGS["no_mask"], BF16)
-    with pytest.raises(ImportError, match="cuDNN frontend"):
-        attention(*tensors[:3], attn_mask_type="no_mask", score_mod=lambda graph, score, tensors: score)
-
-
 SEQ = 32
 
 

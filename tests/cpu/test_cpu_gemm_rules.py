@@ -59,12 +59,13 @@ UNPADDED: dict[str, tuple[tuple[int, int], tuple[int, int], str, dict[str, str |
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", [*GPUS, "rtx_blackwell"])
 @pytest.mark.parametrize("case", UNPADDED)
 def test_the_dimension_that_lies_contiguously_is_what_has_to_be_padded(case: str, gpu: str) -> None:
+    """An RTX Blackwell reads transposed copies, as a Hopper does."""
     left, right, layout, refused = UNPADDED[case]
-    with emulated(GPUS[gpu]):
-        a, b, message = codes(*left), codes(*right), refused[gpu]
+    with emulated(cuda.GPUS[gpu]):
+        a, b, message = codes(*left), codes(*right), refused.get(gpu, refused["hopper"])
         if message is None:
             inner = left[1] if layout[0] == "T" else left[0]
             assert product(a, b, layout, BF16).unique().tolist() == [inner]
@@ -81,6 +82,19 @@ def test_a_blackwell_reads_a_transposed_copy_by_the_mirrored_flag() -> None:
         b.update_usage(rowwise_usage=False)
     with emulated(cuda.BLACKWELL):
         assert torch.equal(product(a, b, dtype=BF16), expected)
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_an_rtx_blackwell_multiplies_mxfp8_in_forward_passes_alone(layout: str) -> None:
+    a = cast.quantize(torch.ones(64, 64), TE.MXFP8Quantizer(E4M3, rowwise=True, columnwise=True))
+    with emulated(cuda.BLACKWELL):
+        expected = product(a, a, layout, BF16)
+    with emulated(cuda.RTX_BLACKWELL):
+        if layout == "TN":
+            assert torch.equal(product(a, a, layout, BF16), expected)
+        else:
+            with pytest.raises(RuntimeError, match=r"Unable to find suitable cuBLAS .* 12\.0, MXFP8 .* forward passes"):
+                run(a, a, layout, BF16)
 
 
 EPILOGUE = "Epilogue requested outside of the available"

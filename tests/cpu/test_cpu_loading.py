@@ -500,10 +500,10 @@ def test_what_is_no_version_is_refused_when_te_is_loaded(
 
 
 AVAILABLE = {
-    "is_fp8_available": {cuda.ADA, cuda.HOPPER, cuda.BLACKWELL},
-    "is_fp8_block_scaling_available": {cuda.HOPPER, cuda.BLACKWELL},
+    "is_fp8_available": {*cuda.GPUS.values()},
+    "is_fp8_block_scaling_available": {*cuda.GPUS.values()} - {cuda.ADA},
     "is_mxfp8_available": {cuda.BLACKWELL},
-    "is_nvfp4_available": {cuda.BLACKWELL},
+    "is_nvfp4_available": {cuda.BLACKWELL, cuda.RTX_BLACKWELL},
 }
 
 

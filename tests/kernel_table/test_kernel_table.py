@@ -150,7 +150,7 @@ def test_the_command_can_be_tried_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "name"),
-    [((8, 0), "ada"), ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell"), ((12, 0), "blackwell")],
+    [((8, 0), "ada"), ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell"), ((12, 0), "rtx_blackwell")],
 )
 def test_the_emulated_gpu_is_the_nearest_to_the_real_one(capability: tuple[int, int], name: str) -> None:
     assert table.nearest_gpu(*capability) == name

@@ -414,6 +414,7 @@ def test_without_a_gpu_the_doctor_tells_of_each_gpu_what_te_says_of_it(monkeypat
         "Ada 8.9": {"fp8_block", "mxfp8", "nvfp4"},
         "Hopper 9.0": {"mxfp8", "nvfp4"},
         "Blackwell 10.0": set(),
+        "RTX Blackwell 12.0": {"mxfp8"},
     }
     assert "compute capability 10.0" in diagnosis.emulated["Hopper 9.0"]["mxfp8"]
     assert "CublasLt version 12.1.3.x" in diagnosis.emulated["Ada 8.9"]["fp8_delayed"]

@@ -22,7 +22,15 @@ from parity.measuring.hosts import HOSTS
 from parity.numerics import kernel_choices as choices_of_gpus
 from parity.numerics.formats import Rounding, e4m3, tf32, tf32_truncated
 from parity.numerics.freedom import FUSED, WIDTH, Choices, KinkSides, choices_seen
-from parity.numerics.kernel_choices import CHOICES, as_read, biased_kernels, in_stored_parts, lost_in_sums, noisy_sums
+from parity.numerics.kernel_choices import (
+    CHOICES,
+    as_read,
+    biased_kernels,
+    in_stored_parts,
+    lost_in_sums,
+    may_split_k,
+    noisy_sums,
+)
 from parity.numerics.rounding import rounded
 from parity.passes.all_passes import jittered
 from parity.report import environment
@@ -620,7 +628,7 @@ def test_model_knows_each_choice_of_the_table_that_matters(precision):
     needs_none = {names.FP32_EXACT, names.TF32_TIES_AWAY, names.MX_25_BIT}
     of_table = {choice.name for choice in CHOICES if precision in choice.precisions} - needs_none
     rounding = PRECISIONS[precision].rounding
-    assert {*biased_kernels(rounding), *noisy_sums(rounding)} == of_table
+    assert {*biased_kernels(rounding), *noisy_sums(rounding, splits_k=True)} == of_table
 
 
 # No correct port is rejected under anything that faithful kernels do: each choice alone, or all compatible ones.
@@ -665,7 +673,14 @@ def concerned(name: str) -> list[Case]:
     return [case for case in CASES if case.name in FEW]
 
 
+@pytest.fixture
+def te_before_2_20(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grant what the GEMMs of an older TE may do."""
+    monkeypatch.setattr("parity.comparison.version", lambda: "2.19.0")
+
+
 @on_the_cpu_kernels
+@pytest.mark.usefixtures("te_before_2_20")
 @pytest.mark.parametrize(
     ("name", "case"),
     [pytest.param(name, case, id=f"{name}-{case.name}") for name in SHOWS_IN for case in concerned(name)],
@@ -677,6 +692,7 @@ def test_right_port_passes_under_each_choice(name, case):
 
 
 @on_the_cpu_kernels
+@pytest.mark.usefixtures("te_before_2_20")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block"])
 def test_right_port_passes_under_all_of_a_hopper_together(precision):
     """Compare a whole layer, whose parts are also compared under each choice."""
@@ -684,6 +700,34 @@ def test_right_port_passes_under_all_of_a_hopper_together(precision):
     smaller = dataclasses.replace(case, sizes=(case.sizes[0] | dict(batch=1, seq=64),))
     with kernel_choices(*TOGETHER):
         assert rejected(precision, smaller) == []
+
+
+def test_only_pytorch_s_products_and_an_older_te_s_split_k() -> None:
+    assert may_split_k("2.19.0")
+    assert not may_split_k("2.20")
+    assert not may_split_k("2.21", ["add", "_softmax"])
+    assert may_split_k("2.21", ["add", "addmm"])
+
+
+@on_the_cpu_kernels
+@pytest.mark.parametrize(("version", "is_granted"), [("2.19.0", True), ("2.20.2", False)])
+def test_a_gemm_of_a_newer_te_that_splits_k_is_a_bug(
+    version: str, is_granted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parity.comparison.version", lambda: version)
+
+    def build(te: ModuleType) -> parity.Pair:
+        return parity.Pair(
+            reference=nn.Linear(4096, 64, bias=False),
+            candidate=te.Linear(4096, 64, bias=False),
+            weights={"weight": "weight"},
+            inputs=lambda rng: rng.normal(64, 4096),
+        )
+
+    case = parity.pair("splits_k", probe=False)(build)
+    with kernel_choices(names.SPLIT_K_IN_OUTPUT_TYPE):
+        results = parity.compare(case, ["bf16"], seeds=range(3), diagnose=False)
+    assert all(result.passed for result in results) == is_granted
 
 
 ONE_SIGN = {
@@ -803,6 +847,7 @@ def test_every_option_of_the_cpu_kernels_has_a_row_with_its_source() -> None:
         ("hopper", "bf16", {"split-k-in-output-type", "attention-16-bit-sums"}),
         ("blackwell", "fp8_current", {"split-k-in-output-type", "attention-16-bit-sums"}),
         ("blackwell", "nvfp4", {"mx-25-bit", "split-k-in-output-type", "attention-16-bit-sums"}),
+        ("rtx_blackwell", "fp8_current", {"split-k-in-output-type", "attention-16-bit-sums"}),
     ],
 )
 def test_a_gpu_has_its_own_at_each_precision(gpu: str, precision: str, expected: set[str]) -> None:
@@ -811,7 +856,7 @@ def test_a_gpu_has_its_own_at_each_precision(gpu: str, precision: str, expected:
 
 @pytest.mark.parametrize(("gpu", "precision"), [("volta", "fp32"), ("hopper", "fp64")])
 def test_what_has_no_kernels_here_is_refused_with_what_has(gpu: str, precision: str) -> None:
-    with pytest.raises(ValueError, match=r"GPUs are ada, hopper, blackwell, precisions fp32, bf16"):
+    with pytest.raises(ValueError, match=r"GPUs are ada, hopper, blackwell, rtx_blackwell, precisions fp32, bf16"):
         choices_of_gpus.of(gpu, precision)
 
 

@@ -127,7 +127,7 @@ def test_files_that_cannot_serve_are_refused_once_before_any_worker_starts(
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        ("PARITY_EMULATED_GPU", "volta", "is not a GPU*ada, hopper, blackwell"),
+        ("PARITY_EMULATED_GPU", "volta", "is not a GPU*ada, hopper, blackwell, rtx_blackwell"),
         ("PARITY_KERNEL_CHOICES", "tf32-cut", "names 'tf32-cut', which is not among*tf32-truncated, *"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -159,4 +160,40 @@ def experts_by_te(te, ranks, mistake="", alignment=0, capacity=None):
             splits={"input": [over("ep")], "output": [over("ep")]},
             finish=lambda module: ranks and add_up(list(module.router.parameters()), ranks.ep.group),
         ),
+    )
+
+
+LENGTHS = (33, 58, 21)
+
+
+class CausalDocuments(nn.Module):
+    """Causal attention within each of the documents that are packed one after the other."""
+
+    def forward(self, q, k, v):
+        documents = (x.transpose(0, 1).split(LENGTHS, 1) for x in (q, k, v))
+        attended = [nn.functional.scaled_dot_product_attention(*one, is_causal=True) for one in zip(*documents)]  # noqa: B905
+        return torch.cat(attended, 1).transpose(0, 1).flatten(1)
+
+
+def packed(te, ranks, strategy="NO_LOAD_BALANCE", balanced=False):
+    """Return attention to packed documents, whose tokens ranks hold as ``balanced`` says and TE as ``strategy``."""
+    module = te.DotProductAttention(4, 16, qkv_format="thd", attn_mask_type="padding_causal", attention_dropout=0.0)
+    if ranks.cp.size > 1:
+        module.set_context_parallel_group(
+            ranks.cp.group,
+            list(ranks.cp.ranks),
+            ranks.stream(),
+            "all_gather",
+            load_balancing_strategy=te.CPLoadBalancingStrategy[strategy],
+        )
+    ends = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    options = dict.fromkeys(names, ends) | {"max_seqlen_q": max(LENGTHS), "max_seqlen_kv": max(LENGTHS)}
+    along = [over("cp", 0, balanced=balanced)]
+    return parity.Pair(
+        reference=CausalDocuments(),
+        candidate=module,
+        inputs=lambda rng: tuple(rng.normal(sum(LENGTHS), 4, 16) for _ in range(3)),
+        call_candidate=lambda module, q, k, v: module(q, k, v, **options),
+        parallel=parity.Parallel(dict.fromkeys(("q", "k", "v", "output"), along)),
     )

@@ -10,11 +10,12 @@ import forked
 import pytest
 import torch
 from packaging.version import Version
-from pairs_over_ranks import dropping, experts_by_te, faked, linear
+from pairs_over_ranks import dropping, experts_by_te, faked, linear, packed
 from torch import nn
 
 import parity
 from lab.corpus.ranked_ports.ranks import DP, EP, RIGHT, SP, WRONG, case_of
+from parity import te
 from parity.case import registry
 from parity.case.case import Case
 from parity.ranks.launch import launch
@@ -137,6 +138,31 @@ def test_dropout_that_a_pair_declares_is_looked_at_by_itself(p, is_declared, sta
     (result,) = parity.compare(Case("dropping", factory, sizes=({},)), ["bf16"], ranks=dict(dp=2))
     assert (result.status, reason in result.reason) == (status, True)
     assert [told for told, note in zip(notes, result.notes, strict=True) if told not in note] == []
+
+
+needs_strategies = pytest.mark.skipif(
+    "CPLoadBalancingStrategy" not in dir(te.kernels("auto").te), reason="TE gives each rank two chunks of a document"
+)
+
+
+def compare_packed(ranks, precisions=("bf16",), **options):
+    return parity.compare(Case("packed", partial(packed, **options), sizes=({},)), precisions, ranks=dict(cp=ranks))
+
+
+@needs_strategies
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_packed_tokens_that_context_ranks_hold_in_order_pass(ranks):
+    results = compare_packed(ranks, ("bf16", "fp16"))
+    assert {(result.status, result.reason) for result in results} == {("passed", "")}
+
+
+@needs_strategies
+def test_packed_tokens_that_are_cut_as_te_does_not_are_told():
+    (result,) = compare_packed(2, balanced=True)
+    assert (result.status, result.findings[0].title) == ("failed", "sequence-order")
+    assert "get the sequence in balanced order, but compute as if it were in plain order" in result.findings[0].message
+    (result,) = compare_packed(2, strategy="DUAL_CHUNK_SWAP")
+    assert (result.status, result.findings[0].title) == ("failed", "wrong-over-ranks")
 
 
 def test_in_one_process_declared_dropout_is_switched_off():
