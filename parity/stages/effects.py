@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parity.stages.graph import Graph, Values
+from parity.stages.graph import MOVES, Graph, Values
 from parity.stages.judge import RATIO, Judged, is_flagged, measure_error
 from parity.stages.match import Match
 from parity.trace.calls import Misfit
@@ -31,7 +31,12 @@ def find_harmless(graph: Graph, found: Mapping[int, Match], judged: Sequence[Jud
     """
     departed = {one.stage.number: one for one in judged if is_flagged(one) and not one.stage.backward}
     ends = {match.value.number: match.value for match in found.values() if match.evidence in ("weights", "output")}
-    ends |= {value.number: value for value in graph.outputs.values()}
+    for output in graph.outputs.values():
+        calls, read = graph.between(output, found.keys())
+        if output.number in found:
+            ends[output.number] = output
+        elif all(call.name in MOVES for call in calls):
+            ends |= {number: found[number].value for number in read}
     if not departed or any(one.ratio <= max(RATIO, one.by_chance) for one in departed.values()):
         return frozenset()
     between: dict[Value, set[int]] = {}
@@ -57,16 +62,17 @@ def _is_changed(
     given = {number: match.begin for number, match in found.items() if number != end.number and number not in harmless}
     values = Values(graph, given)
     rng = torch.Generator().manual_seed(0)
+    mine = {number: found[number].end for number in departed}
     exact: dict[int, Tensor] = {}
     rounded: dict[int, Tensor] = {}
     for number, one in departed.items():
         if one.exact is None:
             return True
-        exact[number] = one.exact
+        rows = graph.rows_read(found[number].value, one.exact)  # of the others, nothing is known
+        exact[number] = one.exact if rows is None else torch.where(rows, one.exact, mine[number])
         # Uniform errors of this half-width have the norm that is expected.
         errors = torch.rand(one.exact.shape, generator=rng, dtype=torch.float64).to(one.exact.device) * 2.0 - 1.0
-        rounded[number] = one.exact * (1.0 + errors * one.expected * 3.0**0.5)
-    mine = {number: found[number].end for number in departed}
+        rounded[number] = exact[number] * (1.0 + errors * one.expected * 3.0**0.5)
     try:
         computed = [
             values.assuming({found[number].value: x for number, x in each.items()}).get(end).double()

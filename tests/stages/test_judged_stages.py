@@ -73,6 +73,20 @@ def test_no_stage_of_a_right_port_is_flagged(host: str, precision: str):
     assert [(one.stage.end, one.ratio, one.gain) for one in stages.flagged] == []
 
 
+@pytest.mark.parametrize(
+    ("host", "name", "precision"),
+    [
+        ("rotated_attention", "all positions later", "bf16"),
+        ("turned_rows_in_one", "positions run on", "bf16"),
+        ("mixture_with_a_softmax_of_the_chosen", "router=normalised", "fp32"),  # picks from other numbers
+    ],
+)
+def test_no_stage_is_flagged_of_a_right_port_that_computes_otherwise(host: str, name: str, precision: str):
+    stages = stages_of(PORTS[name, host].case, precision)
+    assert stages.all
+    assert [(one.stage.end, one.ratio, one.gain) for one in stages.flagged] == []
+
+
 @pytest.mark.parametrize("host", ["gpt_layer", "llama_layer", "encoder_with_padding_zeroed"])
 def test_no_stage_of_a_right_port_is_flagged_in_evaluation(host: str):
     """TE calls its kernels in the open then, and a layer whose bias is added later hands it out beside its result."""
