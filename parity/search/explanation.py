@@ -7,30 +7,28 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from parity.case.case import Rng
-from parity.judge.directions import PRESENT, Direction, subtle_hypotheses_anywhere
+from parity.judge.directions import Direction, subtle_hypotheses_anywhere
 from parity.judge.directions import findings as mistakes
-from parity.judge.statistics import Component, has_component
 from parity.mistakes.alternatives import unusual
 from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
 from parity.mistakes.catalogue import hypotheses
 from parity.mistakes.codes import CODES, NEEDS, UNEXPLAINED, describe_rivals, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import unused_parameters
-from parity.mistakes.replay import Passes, outputs_with
-from parity.numerics.errors import Deviations, in_fp32
+from parity.mistakes.replay import outputs_with
 from parity.numerics.golden import in_fp64
-from parity.passes.all_passes import Tensors, golden_truths, tensors_of
+from parity.passes.all_passes import tensors_of
 from parity.passes.nominal_clock import OutOfTime, work_of
 from parity.passes.one_pass import outputs_of, run
 from parity.passes.prepare import Prepared, cast
-from parity.result import PROBED, Finding, TensorResult
+from parity.result import PROBED, Finding
 from parity.search.borders import border_explanations, decoding_explanations, restart_explanations
 from parity.search.factors import scale_findings, shared_factor, whole_scale_findings
 from parity.search.failure import Budget, Failure, Tried, few_outputs, on_probes, outputs_tell_little
@@ -65,7 +63,6 @@ from parity.search.search import (
     AS_WELL,
     CHECKS_FOR_BORDERS,
     CHECKS_FOR_DECODING,
-    CHECKS_FOR_FILTERS,
     CHECKS_FOR_OPERANDS,
     CHECKS_FOR_SEARCH,
     CHECKS_FOR_THE_REST,
@@ -81,130 +78,6 @@ from parity.shown import raised
 from parity.te.devices import classify
 from parity.trace.trace import Trace
 from parity.trace.whose import users_line
-
-# Matched filters after a failure: a subtle mistake that is made at one place of several, or that shows in no output.
-#
-# The filters that judge outputs (``parity.judge.directions``) assume that a mistake is made at all of its places. If a
-# port failed and nothing explains it, each place is tried alone. Gradients count as well, since a loss is only one
-# number. No law is measured for these filters, so they judge nothing. They name a mistake if every tensor that is
-# precise enough contains it, and every tensor would pass without it.
-
-
-# A tensor tells whether a mistake was made if the whole mistake is worth this many standard deviations there.
-_TELLS = 6.0
-# Mistakes that are worth at least this share of the largest cannot be told apart by worth; the most complete one wins.
-_SAME = 0.9
-
-
-class _Shown(NamedTuple):
-    """The evidence for a mistake in one tensor.
-
-    Attributes:
-        mistake: the hypothesis.
-        label: the tensor's label.
-        coefficient: how much of the mistake's change the error contains.
-        worth: the whole change, in standard deviations of rounding.
-    """
-
-    mistake: Hypothesis
-    label: str
-    coefficient: float
-    worth: float
-
-    @property
-    def away(self) -> float:
-        """Return how far the coefficient is from 1, which is the whole mistake."""
-        return abs(self.coefficient - 1.0)
-
-
-def local_filter_findings(failure: Failure) -> tuple[Finding, ...]:
-    """Return the subtle mistake that all tensors contain and that explains them; none if there is no such mistake.
-
-    Raises:
-        OutOfTime: if the search has reached its limit of real time.
-    """
-    failure.prepared.clock.check()
-    shown = list(_of_whole_mistakes(failure, failure.budget(CHECKS_FOR_FILTERS)))
-    most = max((one.worth for one in shown), default=0.0)
-    for one in sorted((one for one in shown if one.worth >= _SAME * most), key=lambda one: one.away):
-        explanation = verified(failure, (one.mistake,))
-        if explanation is not None and explanation.complete:
-            return (_finding(one),)
-    return ()
-
-
-def _finding(shown: _Shown) -> Finding:
-    mistake = shown.mistake
-    message = (
-        f"the error of {shown.label} contains {shown.coefficient:.2g} times the change that {mistake.name} would make. "
-        f"The whole change is {shown.worth:.2g} standard deviations of rounding, and every tensor that could show it "
-        f"does; {mistake.repair}"
-    )
-    return finding(mistake.title, message, repair=mistake.repair, code=mistake.code)
-
-
-def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
-    """Yield the strongest evidence for each mistake that is contained in every tensor that can tell."""
-    prepared = failure.prepared
-    observed = _observed(failure)
-    outputs = [one for one in observed if one[0].kind == "output"]
-    failed = {result.key for result, _ in observed if not result.passed}
-    # Most mistakes are not contained in the failed tensors, whose gradients are cheaper to compute than all of them.
-    in_turn = (failed, None) if len(failed) < len(observed) else (None,)
-    passes = Passes(prepared)
-    for mistake in _among(failure, subtle_hypotheses_anywhere(prepared, failure.trace)):
-        if budget.spent():
-            return
-
-        def is_in_outputs(computed: dict[str, Tensor], mistake: Hypothesis = mistake) -> bool:
-            tensors: Tensors = {("output", name): x for name, x in computed.items()}
-            return all(one.away <= PRESENT for one in _shown(mistake, outputs, failure.golden, tensors))
-
-        shown: list[_Shown] = []
-        for wanted in in_turn:
-            tensors = passes.under((mistake,), is_in_outputs, wanted)
-            computed = [] if tensors is None else [one for one in observed if one[0].key in tensors]
-            shown = [] if tensors is None else list(_shown(mistake, computed, failure.golden, tensors))
-            if tensors is None or any(one.away > PRESENT for one in shown):
-                break
-        else:
-            if shown:
-                yield max(shown, key=lambda one: one.worth)
-
-
-def _among(failure: Failure, known: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
-    """Yield the mistakes that may be a failure's cause and fit the model."""
-    for one in known:
-        failure.prepared.clock.check()
-        if has(failure, NEEDS[one.title]) and (failure.among is None or (one.title, one.name) in failure.among):
-            yield one
-
-
-def _observed(failure: Failure) -> list[tuple[TensorResult, Deviations]]:
-    """Return golden and the errors of candidate and models for each tensor in which all of them are finite."""
-    truths = golden_truths(failure.prepared)
-    ran = [failure.candidate, *failure.models]
-    keys = [one.key for one in failure.results]
-    found = [truths[key].deviations([tensors[key] for tensors in ran]) for key in keys]
-    both = zip(failure.results, found, strict=True)
-    return [(result, those) for result, those in both if all(error.is_finite for error in those.errors)]
-
-
-def _shown(
-    mistake: Hypothesis, observed: Sequence[tuple[TensorResult, Deviations]], golden: Tensors, tensors: Tensors
-) -> Iterator[_Shown]:
-    """Yield the evidence for a mistake in each tensor that can tell."""
-    for result, (truth, (error, *models)) in observed:
-        key = result.key
-        if tensors[key].shape != golden[key].shape:
-            continue
-        change = in_fp32(tensors[key] - golden[key])
-        if change.is_finite and has_component(change):
-            found = Component(error, models, change, truth, max(model.norm for model in models))
-            worth = change.total / found.deviation if found.deviation else math.inf
-            if worth >= _TELLS:
-                yield _Shown(mistake, result.label, found.coefficient, worth)
-
 
 # Does rounding alone decide the numbers that differ? Then no port can be judged by them.
 
@@ -348,10 +221,8 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
     quiet = [] if exceeds_norm_limit(of_drawn) else by_filter
     by_gradients = outputs_tell_little(of_drawn) and exceeds_norm_limit(of_drawn, of_drawn.results)
     among = screened.helping if exceeds_norm_limit(of_drawn) or by_gradients else None
-    filtered = dataclasses.replace(of_drawn, among=among)
-    known_by_filter = quiet or _part(lambda: local_filter_findings(filtered), filtered)
-    if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:
-        return known_by_filter or found
+    if quiet or on_probe is None or of_drawn.prepared.clock.ended:
+        return quiet or found
     # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there, where most
     # causes have been tried.
     effort = _AGAIN if among is not None else 1.0
@@ -531,6 +402,14 @@ def _find_causes(
         lambda: partly_scaled_findings(failure) if failure.outputs_passed else (),
     ]
     return _first_found(causes, failure)
+
+
+def _among(failure: Failure, known: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
+    """Yield the mistakes that may be a failure's cause and fit the model."""
+    for one in known:
+        failure.prepared.clock.check()
+        if has(failure, NEEDS[one.title]) and (failure.among is None or (one.title, one.name) in failure.among):
+            yield one
 
 
 def _against_the_stages(

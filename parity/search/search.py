@@ -72,9 +72,6 @@ CHECKS_FOR_OPERANDS = 2.0
 CHECKS_FOR_UNLIKELY = 2.0
 """The same for mistakes that change nothing where the candidate departs from its reference."""
 
-CHECKS_FOR_FILTERS = 2.0
-"""The same for matched filters, which are tried after all of these have found nothing."""
-
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # an explanation in one ends the search
 # The share of the budget that is spent at the end of each stage. The rest of a stage comes after all of them.
 _SPENT_BY_STAGES = (0.5, 0.7, 0.85)

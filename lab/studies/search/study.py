@@ -82,7 +82,6 @@ WAYS: Mapping[str, Way] = {
         (explanation, "precision_findings", "other roundings"),
         (explanation, "partly_scaled_findings", "one factor in some gradients"),
         (explanation, "mistakes", "matched filters of outputs"),
-        (explanation, "local_filter_findings", "matched filters of one place"),
     )
 }
 """The ways, by the names of their functions, in the order of the search."""
