@@ -549,13 +549,13 @@ class _Kernels(_Entry):
 # TE's debug features, which nvdlfw_inspect turns on for the whole process.
 
 
-_DEBUGGER = "nvdlfw_inspect"
-_OF_DEBUGGER = (
-    ("api", "", "DEBUG_MANAGER"),
-    ("config_manager", "ConfigManager", "configs"),
-    ("config_manager", "ConfigManager", "layer_name_to_config_cache"),
-    ("logging", "MetricLogger", "enabled_loggers"),
-    ("registry", "Registry", "data"),
+# Each attribute by its module and class in nvdlfw_inspect, with its value before anything is turned on.
+_OF_DEBUGGER: tuple[tuple[str, str, str, Any], ...] = (
+    ("api", "", "DEBUG_MANAGER", None),
+    ("config_manager", "ConfigManager", "configs", []),
+    ("config_manager", "ConfigManager", "layer_name_to_config_cache", {}),
+    ("logging", "MetricLogger", "enabled_loggers", []),
+    ("registry", "Registry", "data", {}),
 )
 
 
@@ -563,25 +563,26 @@ class _DebugFeatures(_Entry):
     """The configuration of nvdlfw_inspect that is in force, with what it loaded; the manager stands for all of it."""
 
     def changes(self, before: list[Any], now: list[Any]) -> list[str]:
-        return [self.name] if (before[:1] or [None]) != (now[:1] or [None]) else []
+        return [self.name] if before[0] is not now[0] else []
 
 
 def _read_debugger() -> list[Any]:
-    """Return copies of what nvdlfw_inspect holds, in the order of ``_OF_DEBUGGER``; nothing if it is not loaded."""
-    if f"{_DEBUGGER}.debug_manager" not in sys.modules:
-        return []
-    return [copy.copy(vars(owner)[name]) if place else vars(owner)[name] for owner, place, name in _find_debugger()]
+    """Return copies of what nvdlfw_inspect holds, in the order of ``_OF_DEBUGGER``."""
+    found = [getattr(owner, name, usual) for owner, name, usual in _find_debugger()]
+    return [found[0], *map(copy.copy, found[1:])]
 
 
 def _write_debugger(held: list[Any]) -> None:
-    for (owner, place, name), value in zip(_find_debugger(), held or (None, [], {}, [], {}), strict=True):
-        setattr(owner, name, copy.copy(value) if place else value)
+    for (owner, name, _), value in zip(_find_debugger(), [held[0], *map(copy.copy, held[1:])], strict=True):
+        if hasattr(owner, name):
+            setattr(owner, name, value)
 
 
-def _find_debugger() -> Iterator[tuple[Any, str, str]]:
-    for module, place, name in _OF_DEBUGGER:
-        loaded: Any = sys.modules[f"{_DEBUGGER}.{module}"]
-        yield getattr(loaded, place) if place else loaded, place, name
+def _find_debugger() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the owner of each attribute, None if it is not loaded, its name, and its usual value."""
+    for module, place, name, usual in _OF_DEBUGGER:
+        loaded: Any = sys.modules.get(f"nvdlfw_inspect.{module}")
+        yield getattr(loaded, place, None) if place else loaded, name, usual
 
 
 # Settings of PyTorch's arithmetic, and of Python.

@@ -1,17 +1,13 @@
 """What other tools dump of a training is read: TE's DumpTensors is judged layer by layer, SGLang's dumper is compared.
 
-TE's own ``DumpTensors`` and ``DebugQuantizer`` write the dumps. They only need a part of nvdlfw_inspect 0.2.2, which
-calls the feature for every layer and tensor that a configuration names; ``inspecting`` stands for it.
+TE's own ``DumpTensors`` writes the dumps.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,47 +25,32 @@ from tests.recordings import pairs
 KERNELS = te.kernels("cpu")
 CPU = torch.device("cpu")
 GEMMS = 11  # of four layers; LayerNormMLP does not show the gradient between its two
+TENSORS = ("activation", "gradient", "weight", "output", "wgrad", "dgrad")
 ASKED = dict(high_precision_tensor=True, quantized_tensor=True)
 
 
 @contextmanager
-def inspecting(path: Path, asked: dict[str, bool]) -> Iterator[SimpleNamespace]:
-    """Let TE's modules hand every tensor to ``DumpTensors``, as nvdlfw_inspect does; yields what counts the steps."""
+def inspecting(path: Path, asked: dict[str, bool]) -> Iterator[Callable[[], None]]:
+    """Let TE's modules hand every tensor to ``DumpTensors``; yields what ends a step."""
+    debug_api = pytest.importorskip("nvdlfw_inspect.api", reason="TE's DumpTensors needs nvdlfw_inspect")
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-    before = set(sys.modules)
-    manager = SimpleNamespace(_trainer_iteration_count=0)
-    named = {name: ModuleType(f"nvdlfw_inspect.{name}") for name in ("api", "base", "logging", "registry", "utils")}
-    registry = SimpleNamespace(register_feature=lambda namespace: lambda kind: kind)
-    registry.register_namespace_api = registry.register_feature
-    vars(named["base"]).update(BaseNamespaceAPI=object, BaseConfigAPIMapper=object)
-    vars(named["registry"]).update(Registry=registry, api_method=lambda function: function)
-    vars(named["logging"]).update(MetricLogger=None, get_logger=lambda: SimpleNamespace(root_log_dir=str(path)))
-    vars(named["utils"]).update(gather_along_first_dim=None)
-    vars(named["api"]).update(log_message=lambda *_, **__: None, DEBUG_MANAGER=manager)
-    sys.modules |= {"nvdlfw_inspect": ModuleType("nvdlfw_inspect"), **{one.__name__: one for one in named.values()}}
-    vars(sys.modules["nvdlfw_inspect"]).update(named)
+    dumped = [{"tensor": name, "freq": 1, **asked} for name in TENSORS]
+    features = {"DumpTensors": {"enabled": True, "tensors_struct": dumped}}
+    config = {"all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "transformer_engine": features}}
+    TEDebugState._reset()
+    folder = str(Path(KERNELS.te.__file__).parents[1] / "debug" / "features")
+    debug_api.initialize(config_file=config, feature_dirs=[folder], log_dir=str(path))
     try:
-        feature = importlib.import_module("transformer_engine.debug.features.dump_tensors").DumpTensors()
-        named["api"].transformer_engine = SimpleNamespace(  # type: ignore[attr-defined]
-            inspect_tensor_enabled=lambda **_: (True, None),
-            inspect_tensor_postquantize_enabled=lambda **_: (False, None),
-            modify_tensor_enabled=lambda **_: (False, None),
-            fp8_gemm_enabled=lambda **_: (True, None),
-            inspect_tensor=lambda **given: feature.inspect_tensor(asked, **given),
-        )
-        yield manager
+        yield debug_api.step
     finally:
-        TEDebugState.debug_enabled = None
-        TEDebugState.layers_initialized.clear()
-        for name in set(sys.modules) - before:
-            if name.startswith(("nvdlfw_inspect", "transformer_engine.debug.features")):
-                del sys.modules[name]
+        debug_api.end_debug()
+        TEDebugState._reset()
 
 
 def dump(path: Path, recipe: str = "", steps: int = 1, scale: float = 1.0, **asked: bool) -> Path:
     """Run some steps of TE's modules and return the folder that TE has dumped to."""
-    with inspecting(path, asked or ASKED) as manager:
+    with inspecting(path, asked or ASKED) as end_step:
         torch.manual_seed(1)
         modules = [
             KERNELS.te.Linear(64, 96, name="first.fc"),
@@ -78,14 +59,14 @@ def dump(path: Path, recipe: str = "", steps: int = 1, scale: float = 1.0, **ask
         ]
         import transformer_engine.common.recipe as recipes
 
-        for step in range(steps):
-            manager._trainer_iteration_count = step
+        for _ in range(steps):
             x = torch.randn(4, 16, 64, dtype=torch.bfloat16, requires_grad=True)
             with KERNELS.te.autocast(enabled=True, recipe=getattr(recipes, recipe)()) if recipe else nullcontext():
                 for module in modules:
                     x = module.to(torch.bfloat16)(x)
                     x = scale * x if module is modules[1] else x
             (1e-6 * x.float().square().sum()).backward()  # too small for FP8 without a scale
+            end_step()
     return path
 
 

@@ -43,7 +43,7 @@ from parity.shown import one_line
 from parity.te import Backend
 from parity.te.devices import cuda_works
 from parity.user_error import UserError
-from te_on_cpu import cuda
+from te_on_cpu import cuda, expert_parallel
 
 # CPU kernels that no call in the table uses, each with the reason.
 
@@ -52,7 +52,9 @@ _QUERIES = "it computes nothing: it only describes the machine or allocates memo
 _RANDOM = "its random bits come from another generator"
 _GROUPED = "it takes TE's grouped tensors, which need another cuBLAS or a Blackwell; not in the table yet"
 _BLACKWELL = "it serves formats that need a Blackwell; not in the table yet"
+_RANKS = "it exchanges tokens between ranks, and the table has one process"
 NOT_CALLED: dict[str, str] = {
+    **dict.fromkeys(expert_parallel.__all__, _RANKS),
     **dict.fromkeys(("dropout_fwd", "dropout_bwd"), _RANDOM),
     **dict.fromkeys(
         (
