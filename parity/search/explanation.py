@@ -396,7 +396,7 @@ def _find_causes(
         lambda: _of_other_operands(failure, trace, located, told),
         lambda: told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS))),
         lambda: told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS))),
-        lambda: _against_the_stages(failure, by_place()[1], doubted, screened),
+        lambda: _against_the_stages(failure, by_place()[1], doubted, screened, first_order if tells else None),
         lambda: scale_findings(failure),
         lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
         lambda: partly_scaled_findings(failure) if failure.outputs_passed else (),
@@ -413,10 +413,15 @@ def _among(failure: Failure, known: Iterable[Hypothesis]) -> Iterator[Hypothesis
 
 
 def _against_the_stages(
-    failure: Failure, unlikely: Sequence[Hypothesis], doubted: Sequence[Explanation], screened: Screened
+    failure: Failure,
+    unlikely: Sequence[Hypothesis],
+    doubted: Sequence[Explanation],
+    screened: Screened,
+    first_order: Callable[[], FirstOrder] | None,
 ) -> Iterator[Finding]:
     """Yield the findings of what explains everything, though the stages speak against it."""
-    found = [*explanations(failure, unlikely, failure.budget(CHECKS_FOR_UNLIKELY), screened), *doubted]
+    budget = failure.budget(CHECKS_FOR_UNLIKELY)
+    found = [*explanations(failure, unlikely, budget, screened, first_order), *doubted]
     yield from _told([one for one in found if one.complete], failure)
 
 
