@@ -326,12 +326,13 @@ class _Operation(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.compute, ctx.dtype = compute, dtype
         ctx.save_for_backward(cu_seqlens, *tensors)
-        return _forward(compute, dtype, cu_seqlens, *tensors)
+        return recorded(_compute_output_and_state)(compute, dtype, cu_seqlens, *tensors)
 
     @staticmethod
     def backward(ctx: Any, of_output: Tensor, of_state: Tensor) -> tuple[Tensor | None, ...]:
         cu_seqlens, *tensors = ctx.saved_tensors
-        gradients = _backward(ctx.compute, ctx.dtype, of_output, of_state, ctx.needs_input_grad, cu_seqlens, *tensors)
+        given = ctx.compute, ctx.dtype, of_output, of_state, ctx.needs_input_grad, cu_seqlens, *tensors
+        gradients = recorded(_backward)(*given)
         return None, None, None, *gradients
 
 
@@ -353,10 +354,6 @@ def _compute_output_and_state(
     return output.to(dtype), final
 
 
-_forward = recorded(_compute_output_and_state)
-
-
-@recorded
 def _backward(
     compute: _Compute,
     dtype: torch.dtype,

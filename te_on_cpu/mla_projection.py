@@ -10,7 +10,7 @@ cast. They read neighbours and write halves. And for the Triton kernel ``rotary_
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,12 @@ _FEATURES, _ROTATED, _BLOCK, _TOKENS = 192, 64, 32, 128
 driver = SimpleNamespace(CUstream=lambda stream: stream)
 
 
-@recorded
-def gemm_proj_rope_mxfp8_wrapper_sm100(
+def gemm_proj_rope_mxfp8_wrapper_sm100(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """Return what ``_project_and_rotate`` does, as a kernel that a capture records."""
+    return cast(dict[str, Tensor], recorded(_project_and_rotate)(*args, **kwargs))
+
+
+def _project_and_rotate(
     x: Tensor,
     w: Tensor,
     cos: Tensor,
