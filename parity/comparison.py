@@ -523,7 +523,12 @@ def _run_passes(comparison: Comparison) -> None:
         _PassRaised: if one of its modules raises.
     """
     request = comparison.request
-    precision = request.precision
+    precision, golden = request.precision, request.golden
+    if golden is not None and (golden.scaled_by_history or "nvfp4" in golden.families):
+        raise UserError(
+            f"golden={golden.name!r} has scales of earlier passes, or numbers in NVFP4, under which right ports differ "
+            "too much; name a recipe in FP8 with current scaling, block scaling or MXFP8"
+        )
     with _naming_what_raises("the reference in FP64"):
         prepared = prepared_for(request)
     comparison.log_probs = log_prob_outputs(prepared)
@@ -536,14 +541,9 @@ def _run_passes(comparison: Comparison) -> None:
     if request.candidate_run:
         prepared.note_changed(request.candidate_run.changed)
     prepared = as_returned(prepared, comparison.candidate.tensors)
-    if request.golden is not None:
-        if request.golden.scaled_by_history or "nvfp4" in request.golden.families:
-            raise UserError(
-                f"golden={request.golden.name!r} has scales of earlier passes, or numbers in NVFP4, under which right "
-                "ports differ too much; name a recipe in FP8 with current scaling, block scaling or MXFP8"
-            )
-        with _naming_what_raises(f"the reference in FP64 under {request.golden.name}"):
-            prepared = with_golden_under(prepared, request.golden.rounding)
+    if golden is not None:
+        with _naming_what_raises(f"the reference in FP64 under {golden.name}"):
+            prepared = with_golden_under(prepared, golden.rounding)
     comparison.prepared = prepared
     with _naming_what_raises(f"the reference under the rounding model of {precision.name}"):
         comparison.models = [model_tensors(prepared, request.rounding, freedom) for freedom in (FUSED, UNFUSED)]

@@ -160,11 +160,11 @@ def _add_square(a: Tensor, b: Tensor) -> Tensor:
     return a + b.square()
 
 
-def _select(yes: Tensor, no: Tensor, mask: Tensor) -> Tensor:
+def _select_by_mask(yes: Tensor, no: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), yes, no)
 
 
-def _differentiate(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _derive_backward(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the function that maps the gradient of a result of ``forward`` and its input to the input's gradient."""
 
     def compute(loss: Tensor, x: Tensor, **options: Any) -> Tensor:
@@ -196,13 +196,13 @@ _COMPARISONS = {"eq": "eq", "ge": "ge", "gt": "gt", "le": "le", "lt": "lt", "neq
 _OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
     "add_square": (("a", "b"), _add_square),
     "bias": (("input", "bias"), torch.add),
-    "binary_select": (("input0", "input1", "mask"), _select),
+    "binary_select": (("input0", "input1", "mask"), _select_by_mask),
     "identity": (("input",), torch.clone),
     "scale": (("input", "scale"), torch.mul),
 }
 _OPERATIONS |= {name: (("input",), getattr(torch, name)) for name in _OF_ONE}
 _OPERATIONS |= {name: (("input",), compute) for name, compute in _ACTIVATIONS.items()}
-_OPERATIONS |= {f"{name}_backward": (("loss", "input"), _differentiate(one)) for name, one in _ACTIVATIONS.items()}
+_OPERATIONS |= {f"{name}_backward": (("loss", "input"), _derive_backward(one)) for name, one in _ACTIVATIONS.items()}
 _OPERATIONS |= {name: (("a", "b"), getattr(torch, name)) for name in _OF_TWO}
 _OPERATIONS |= {name: (("input0", "input1"), getattr(torch, of_torch)) for name, of_torch in _PAIRS.items()}
 _OPERATIONS |= {f"cmp_{name}": (("input", "comparison"), getattr(torch, one)) for name, one in _COMPARISONS.items()}
@@ -283,7 +283,7 @@ class Graph:
     ) -> tuple[GraphTensor, GraphTensor]:
         """Add attention's forward pass; return its output and the log-sum-exp of each query's scores."""
         scores = _make_scores(q, k)
-        modified = _call("score_mod", score_mod, self, scores)
+        modified = _call_modifier("score_mod", score_mod, self, scores)
         output, stats = GraphTensor(), GraphTensor()
 
         def run(given: Mapping[GraphTensor, Tensor]) -> None:
@@ -314,8 +314,8 @@ class Graph:
     ) -> tuple[GraphTensor, GraphTensor, GraphTensor]:
         """Add attention's backward pass; return the gradients of queries, keys and values."""
         scores, gradient = _make_scores(q, k), _make_scores(q, k)
-        modified = _call("score_mod", score_mod, self, scores)
-        passed = _call("score_mod_bprop", score_mod_bprop, self, gradient)
+        modified = _call_modifier("score_mod", score_mod, self, scores)
+        passed = _call_modifier("score_mod_bprop", score_mod_bprop, self, gradient)
         results = GraphTensor(), GraphTensor(), GraphTensor()
 
         def run(given: Mapping[GraphTensor, Tensor]) -> None:
@@ -369,7 +369,7 @@ def _make_attention(scale: float, is_causal: bool) -> Attention:
     return Attention(scale, Band(None, 0 if is_causal else None, False))
 
 
-def _call(name: str, score_mod: ScoreMod | None, graph: Graph, scores: GraphTensor) -> GraphTensor:
+def _call_modifier(name: str, score_mod: ScoreMod | None, graph: Graph, scores: GraphTensor) -> GraphTensor:
     """Return what a user's callable makes of scores, or of their gradient; without one, they stay as they are."""
     made = scores if score_mod is None else score_mod(graph, scores)
     if not isinstance(made, GraphTensor):

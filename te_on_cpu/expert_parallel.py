@@ -263,7 +263,7 @@ def ep_dispatch(
     routing = _read_routing(handle_mem)
     if tokens.dtype != recv_tokens.dtype:
         raise RuntimeError(f"recv_tokens dtype ({recv_tokens.dtype}) must match tokens dtype ({tokens.dtype})")
-    _send(routing, tokens, recv_tokens)
+    _send_tokens(routing, tokens, recv_tokens)
     sent = _pad_tokens(routing, topk_weights)
     weights = routing.group.gather(sent).view(-1, routing.top_k)
     _check_rows(routing, recv_topk_weights)
@@ -272,7 +272,7 @@ def ep_dispatch(
     if tokens_scale_inv is not None:
         if recv_scale_inv is None:
             raise RuntimeError("recv_scale_inv must be provided together with tokens_scale_inv")
-        _send(routing, tokens_scale_inv, recv_scale_inv)
+        _send_tokens(routing, tokens_scale_inv, recv_scale_inv)
 
 
 def ep_prepare_and_dispatch(
@@ -347,12 +347,12 @@ def ep_combine_bwd(
 ) -> None:
     """Send each token's gradient to its rows; the arguments are as those of ``ep_dispatch``."""
     routing = _read_routing(handle_mem)
-    _send(routing, grad, grad_expert_out)
+    _send_tokens(routing, grad, grad_expert_out)
     if grad_scale_inv is not None and grad_expert_out_scale_inv is not None:
-        _send(routing, grad_scale_inv, grad_expert_out_scale_inv)
+        _send_tokens(routing, grad_scale_inv, grad_expert_out_scale_inv)
 
 
-def _send(routing: _Routing, tokens: Tensor, received: Tensor) -> None:
+def _send_tokens(routing: _Routing, tokens: Tensor, received: Tensor) -> None:
     """Fill this rank's rows with the tokens that they belong to."""
     _check_rows(routing, received)
     sent = _pad_tokens(routing, _as_indexable(tokens))

@@ -108,8 +108,8 @@ def gated_delta_net(
     if not is_frost and q.shape[-1] > _WIDEST_KEY:
         raise _not_supported(f"GdnCuTileEngine: head dim K must be <= {_WIDEST_KEY}, got {q.shape[-1]}")
     chunks = _chunks_of_scalars if is_frost else _chunks_of_inverses
-    compute = functools.partial(_scan, chunks, _CHUNK, use_qk_l2norm_in_kernel, scale, q.dtype)
-    return _run(compute, output_final_state, cu_seqlens, initial_state, q, k, v, g, beta)
+    compute = functools.partial(_scan_all, chunks, _CHUNK, use_qk_l2norm_in_kernel, scale, q.dtype)
+    return _run_operation(compute, output_final_state, cu_seqlens, initial_state, q, k, v, g, beta)
 
 
 def gated_delta_product(
@@ -167,16 +167,16 @@ def gated_delta_product(
         elif gate_domain == "linear":
             decay = (decay + _LINEAR_GATE_EPS).log()
         if use_beta_sigmoid_in_kernel:
-            beta = _sigmoid(beta, allow_neg_eigval)
+            beta = _apply_sigmoid(beta, allow_neg_eigval)
         each = num_householder - 1  # a token decays the state before its first update, and reads it after its last
         rows = pad(q[:, None], (0, 0, 0, 0, each, 0)).flatten(0, 1)
         decays = pad(decay[:, None], (0, 0, 0, each)).flatten(0, 1)
-        every = functools.partial(_scan, _chunks_of_scalars, _CHUNK, use_qk_l2norm_in_kernel, scale, q.dtype)
+        every = functools.partial(_scan_all, _chunks_of_scalars, _CHUNK, use_qk_l2norm_in_kernel, scale, q.dtype)
         output, final = every(layout, state, rows, k, v, decays, beta)
         return output[each::num_householder], final
 
     tensors = (q, k, v, g, beta, a_log, dt_bias)
-    return _run(compute, output_final_state, cu_seqlens * num_householder, initial_state, *tensors)
+    return _run_operation(compute, output_final_state, cu_seqlens * num_householder, initial_state, *tensors)
 
 
 def gated_delta_net_v2(
@@ -215,13 +215,15 @@ def gated_delta_net_v2(
     ) -> tuple[Tensor, Tensor]:
         dtype, gates = q.dtype, beta.float()
         if use_beta_sigmoid_in_kernel:
-            gates = _sigmoid(beta, allow_neg_eigval)
+            gates = _apply_sigmoid(beta, allow_neg_eigval)
         if beta_guard:
-            gates = gates + (_guarded(gates, k, g, dtype) - gates).detach()
-        every = functools.partial(_scan, _chunks_of_channels, _CHUNK_OF_CHANNELS, use_qk_l2norm_in_kernel, scale, dtype)
+            gates = gates + (_guard_beta(gates, k, g, dtype) - gates).detach()
+        every = functools.partial(
+            _scan_all, _chunks_of_channels, _CHUNK_OF_CHANNELS, use_qk_l2norm_in_kernel, scale, dtype
+        )
         return every(layout, state, q, k, v, g, gates, w)
 
-    return _run(compute, output_final_state, cu_seqlens, initial_state, q, k, v, g, beta, w)
+    return _run_operation(compute, output_final_state, cu_seqlens, initial_state, q, k, v, g, beta, w)
 
 
 _OPERATIONS = {each.__name__: each for each in (gated_delta_net, gated_delta_net_v2, gated_delta_product)}
@@ -243,18 +245,18 @@ def _not_supported(reason: str) -> GraphNotSupportedError:
     )
 
 
-def _sigmoid(beta: Tensor, is_doubled: bool) -> Tensor:
+def _apply_sigmoid(beta: Tensor, is_doubled: bool) -> Tensor:
     value = beta.float().sigmoid() * (2.0 if is_doubled else 1.0)
-    return _Rounded.apply(value, lambda x: x.to(beta.dtype).float(), _keep)
+    return _Rounded.apply(value, lambda x: x.to(beta.dtype).float(), _keep_all)
 
 
-def _guarded(beta: Tensor, k: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+def _guard_beta(beta: Tensor, k: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``beta`` with the rows that would enlarge the state shrunk towards their mean.
 
     ``a`` and ``nu`` are the means of beta and of its square, weighted by the squares of the key's features. A row is
     safe if the weighted variance stays below a limit that the slowest decay sets.
     """
-    weight = _unit(k.float()).square()
+    weight = _make_unit(k.float()).square()
     room = (2 * g.float().amax(-1, keepdim=True)).exp()
 
     def moments(beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -303,7 +305,7 @@ class _Layout:
 _Compute = Callable[..., tuple[Tensor, Tensor]]
 
 
-def _run(
+def _run_operation(
     compute: _Compute,
     output_final_state: bool,
     cu_seqlens: Tensor,
@@ -332,7 +334,7 @@ class _Operation(torch.autograd.Function):
     def backward(ctx: Any, of_output: Tensor, of_state: Tensor) -> tuple[Tensor | None, ...]:
         cu_seqlens, *tensors = ctx.saved_tensors
         given = ctx.compute, ctx.dtype, of_output, of_state, ctx.needs_input_grad, cu_seqlens, *tensors
-        gradients = recorded(_backward)(*given)
+        gradients = recorded(_compute_gradients)(*given)
         return None, None, None, *gradients
 
 
@@ -354,7 +356,7 @@ def _compute_output_and_state(
     return output.to(dtype), final
 
 
-def _backward(
+def _compute_gradients(
     compute: _Compute,
     dtype: torch.dtype,
     of_output: Tensor,
@@ -376,7 +378,7 @@ def _backward(
 # Rounded products.
 
 
-def _keep(x: Tensor) -> Tensor:
+def _keep_all(x: Tensor) -> Tensor:
     return x
 
 
@@ -409,7 +411,7 @@ class _Product(torch.autograd.Function):
         return ctx.of_a(g) @ b.mT, a.mT @ ctx.of_b(g), None, None, None
 
 
-def _product(a: Tensor, b: Tensor, io: _Round) -> Tensor:
+def _multiply_rounded(a: Tensor, b: Tensor, io: _Round) -> Tensor:
     return _Product.apply(a, b, io, io, io)
 
 
@@ -495,7 +497,7 @@ class _Chunks:
     of_state: _Round
 
 
-def _scan(
+def _scan_all(
     chunks_of: Callable[..., _Chunks],
     chunk: int,
     is_normalized: bool,
@@ -514,18 +516,18 @@ def _scan(
     state, outputs = state.mT, []
     for n in range(chunks.ask.shape[2]):
         update = chunks.update(n, _Product.apply(chunks.read[:, :, n], state, io, io, chunks.of_state))
-        asked = _Product.apply(chunks.ask[:, :, n], state, io, _keep, chunks.of_state) * chunks.ask_scale[:, :, n]
-        outputs.append(chunks.scale * (asked + _product(chunks.attention[:, :, n], update, io)))
-        written = _product(chunks.write[:, :, n].mT, update * chunks.write_scale[:, :, n], io)
+        asked = _Product.apply(chunks.ask[:, :, n], state, io, _keep_all, chunks.of_state) * chunks.ask_scale[:, :, n]
+        outputs.append(chunks.scale * (asked + _multiply_rounded(chunks.attention[:, :, n], update, io)))
+        written = _multiply_rounded(chunks.write[:, :, n].mT, update * chunks.write_scale[:, :, n], io)
         state = state * chunks.last[:, :, n] + written
     return layout.packed(torch.stack(outputs, 2)), state.mT
 
 
-def _unit(x: Tensor) -> Tensor:
+def _make_unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _L2NORM_EPS).rsqrt()
 
 
-def _pairwise(total: Tensor) -> Tensor:
+def _compute_pair_decays(total: Tensor) -> Tensor:
     """Return the decay from each token to each later one or itself of sums ``[..., chunk]``, else 0."""
     size = total.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool).triu(1)
@@ -545,11 +547,14 @@ def _chunks_of_inverses(
 ) -> _Chunks:
     """Return the chunks of ``cutile/kernels/gdn.py``."""
     if is_normalized:
-        q, k = _Rounded.apply(_unit(q), io, io), _Rounded.apply(_unit(k), io, io)
-    k, solved = _Rounded.apply(k, _keep, io), _Rounded.apply(k, _keep, io)  # each adds a rounded part of its gradient
+        q, k = _Rounded.apply(_make_unit(q), io, io), _Rounded.apply(_make_unit(k), io, io)
+    k, solved = (
+        _Rounded.apply(k, _keep_all, io),
+        _Rounded.apply(k, _keep_all, io),
+    )  # each adds a rounded part of its gradient
     total = g.cumsum(-1)
-    pairs, decay = _pairwise(total), total.exp()[..., None]
-    lower = (_product(solved, solved.mT, io) * pairs * beta[..., None]).tril(-1)
+    pairs, decay = _compute_pair_decays(total), total.exp()[..., None]
+    lower = (_multiply_rounded(solved, solved.mT, io) * pairs * beta[..., None]).tril(-1)
     right = torch.cat([v * beta[..., None], solved * beta[..., None] * decay], -1)
     values, keys = _TimesInverse.apply(lower, right, io).split([v.shape[-1], k.shape[-1]], -1)
     return _Chunks(
@@ -557,7 +562,7 @@ def _chunks_of_inverses(
         update=lambda n, read: values[:, :, n] - read,
         ask=q,
         ask_scale=decay,
-        attention=_product(q, k.mT, io) * pairs,
+        attention=_multiply_rounded(q, k.mT, io) * pairs,
         write=k,
         write_scale=(total[..., -1:] - total).exp()[..., None],
         last=decay[..., -1:, :],
@@ -579,14 +584,17 @@ def _chunks_of_scalars(
 ) -> _Chunks:
     """Return the chunks of ``frost/kernel/gdn_prefill_f16.py`` and ``gdn_bprop_f16.py``."""
     if is_normalized:
-        q, k = _Rounded.apply(_unit(q), io, _keep), _Rounded.apply(_unit(k), io, _keep)
+        q, k = (
+            _Rounded.apply(_make_unit(q), io, _keep_all),
+            _Rounded.apply(_make_unit(k), io, _keep_all),
+        )
     total = g.cumsum(-1)
-    pairs, decay = _pairwise(total), total.exp()[..., None]
-    lower = (_product(k, k.mT, io) * pairs).tril(-1)
+    pairs, decay = _compute_pair_decays(total), total.exp()[..., None]
+    lower = (_multiply_rounded(k, k.mT, io) * pairs).tril(-1)
 
     def update(n: int, read: Tensor) -> Tensor:
-        read = _Rounded.apply(read * decay[:, :, n], io, _keep)
-        left = _Rounded.apply(v[:, :, n] - read, io, _keep)
+        read = _Rounded.apply(read * decay[:, :, n], io, _keep_all)
+        left = _Rounded.apply(v[:, :, n] - read, io, _keep_all)
         return _Solved.apply(lower[:, :, n], beta[:, :, n], left, _BLOCK, io)
 
     return _Chunks(
@@ -594,7 +602,7 @@ def _chunks_of_scalars(
         update=update,
         ask=q,
         ask_scale=decay * scale,
-        attention=_product(q, k.mT, io) * pairs * scale,
+        attention=_multiply_rounded(q, k.mT, io) * pairs * scale,
         write=k,
         write_scale=(total[..., -1:] - total).exp()[..., None],
         last=decay[..., -1:, :],
@@ -621,7 +629,7 @@ def _chunks_of_channels(
     range are computed pair by pair in FP32.
     """
     if is_normalized:
-        q, k = _unit(q), _unit(k)
+        q, k = _make_unit(q), _make_unit(k)
     total = g.cumsum(-2)
     smallest, largest = _STEEP[dtype]
     magnitude = k.detach().abs().amax(-2, keepdim=True).clamp_min(1)
@@ -630,17 +638,17 @@ def _chunks_of_channels(
     decay = total.exp()
     erase, ask = beta * k * decay, q * decay
     inverse = k * (-total.masked_fill(is_steep, 0)).exp()
-    lower, attention = (_product(each.masked_fill(is_steep, 0), inverse.mT, io) for each in (erase, ask))
+    lower, attention = (_multiply_rounded(each.masked_fill(is_steep, 0), inverse.mT, io) for each in (erase, ask))
     if is_steep.any():
         later = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool).triu(1)[..., None]
         pairs = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later, -torch.inf).exp()
         exact = functools.partial(torch.einsum, "...td,...sd,...tsd->...ts")
         lower = lower + exact(beta * k * is_steep, k, pairs)
         attention = attention + exact(q * is_steep, k, pairs)
-    written = _Rounded.apply(w * v, io, _keep)
+    written = _Rounded.apply(w * v, io, _keep_all)
 
     def update(n: int, read: Tensor) -> Tensor:
-        left = _Rounded.apply(written[:, :, n] - _Rounded.apply(read, io, _keep), io, _keep)
+        left = _Rounded.apply(written[:, :, n] - _Rounded.apply(read, io, _keep_all), io, _keep_all)
         return _Solved.apply(lower.tril(-1)[:, :, n], None, left, _BLOCK_OF_CHANNELS, io)
 
     return _Chunks(

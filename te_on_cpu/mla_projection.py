@@ -65,7 +65,7 @@ def _project_and_rotate(
             raise ValueError(f"{name} must be [tokens, QK_ROPE] = [{tokens}, {_ROTATED}]; got {tuple(table.shape)}")
     if x_scale is not None and heads % 2:
         raise ValueError(f"num_heads ({heads}) must be even for the MXFP8-input kernel (SFB scale-relay pairing)")
-    product = _read("x_scale", x, x_scale) @ _read("w_scale", w, w_scale).t()
+    product = _read_blocks("x_scale", x, x_scale) @ _read_blocks("w_scale", w, w_scale).t()
     queries = product.bfloat16().float().view(tokens, heads, _FEATURES)
     plain, rotated = queries.split([_FEATURES - _ROTATED, _ROTATED], -1)
     first, second = rotated[..., ::2], rotated[..., 1::2]
@@ -73,8 +73,8 @@ def _project_and_rotate(
     left = first * cos_halves[0] - second * sin_halves[0]
     right = first * sin_halves[1] + second * cos_halves[1]
     values = torch.cat([plain, left, right], -1)
-    row_codes, row_scales = _cast(values.unflatten(-1, (-1, _BLOCK)), -1)
-    column_codes, column_scales = _cast(values.unflatten(0, (-1, _BLOCK)), 1)
+    row_codes, row_scales = _cast_blocks(values.unflatten(-1, (-1, _BLOCK)), -1)
+    column_codes, column_scales = _cast_blocks(values.unflatten(0, (-1, _BLOCK)), 1)
     return {
         "out_fp8_row": row_codes.view(values.shape),
         "out_scales_row": row_scales,
@@ -83,7 +83,7 @@ def _project_and_rotate(
     }
 
 
-def _read(name: str, codes: Tensor, scales: Tensor | None) -> Tensor:
+def _read_blocks(name: str, codes: Tensor, scales: Tensor | None) -> Tensor:
     if scales is None:
         return codes.float()
     rows, k = codes.shape
@@ -92,7 +92,7 @@ def _read(name: str, codes: Tensor, scales: Tensor | None) -> Tensor:
     return (codes.float().unflatten(-1, (-1, _BLOCK)) * mxfp8.from_e8m0(scales)[..., None]).flatten(1)
 
 
-def _cast(blocks: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _cast_blocks(blocks: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the codes of blocks along ``dim`` in their shape, and the E8M0 byte of each block."""
     dtype = torch.float8_e4m3fn
     exponents = mxfp8.to_e8m0(blocks.abs().amax(dim) * mxfp8.reciprocal_limit(dtype))

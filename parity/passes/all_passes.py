@@ -337,7 +337,6 @@ def run_candidate(
     change(candidate)
     parameters = dict(candidate.named_parameters())
     features = SeenFeatures()
-    features.of(candidate)
 
     @contextmanager
     def called() -> Iterator[None]:
@@ -373,7 +372,7 @@ def run_candidate(
     before = on_others() if called_before else {}
     if called_before:
         untrained()
-    with features.watched():
+    with features.watched(candidate):
         ran = _run_until_settled(candidate, once, precision)
     prepared.note_changed(features.formats)
     if seen is not None:

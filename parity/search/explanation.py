@@ -345,7 +345,7 @@ def _find_causes(
     tells = not outputs_tell_little(failure)
 
     def known() -> Iterator[Hypothesis]:
-        return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
+        return _select_fitting(failure, hypotheses(failure.prepared, trace, frozenset(unreached), failure.broken))
 
     @cache
     def by_place() -> tuple[list[Hypothesis], list[Hypothesis]]:
@@ -404,7 +404,7 @@ def _find_causes(
     return _first_found(causes, failure)
 
 
-def _among(failure: Failure, known: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
+def _select_fitting(failure: Failure, known: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
     """Yield the mistakes that may be a failure's cause and fit the model."""
     for one in known:
         failure.prepared.clock.check()

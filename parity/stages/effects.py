@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parity.stages.graph import MOVES, Graph, Values
-from parity.stages.judge import RATIO, Judged, is_flagged, measure_error
+from parity.stages.judge import Judged, is_flagged, measure_error
 from parity.stages.match import Match
 from parity.trace.calls import Misfit
 from parity.trace.trace import Value
@@ -30,6 +30,8 @@ def find_harmless(graph: Graph, found: Mapping[int, Match], judged: Sequence[Jud
         The numbers of the values, none of which need to be what the reference's are; empty if a departure matters.
     """
     departed = {one.stage.number: one for one in judged if is_flagged(one) and not one.stage.backward}
+    if not departed or not all(one.is_large for one in departed.values()):
+        return frozenset()
     ends = {match.value.number: match.value for match in found.values() if match.evidence in ("weights", "output")}
     for output in graph.outputs.values():
         calls, read = graph.between(output, found.keys())
@@ -37,8 +39,6 @@ def find_harmless(graph: Graph, found: Mapping[int, Match], judged: Sequence[Jud
             ends[output.number] = output
         elif all(call.name in MOVES for call in calls):
             ends |= {number: found[number].value for number in read}
-    if not departed or any(one.ratio <= max(RATIO, one.by_chance) for one in departed.values()):
-        return frozenset()
     between: dict[Value, set[int]] = {}
     for end in ends.values():
         calls, _ = graph.between(end, ends.keys())

@@ -107,10 +107,15 @@ class Judged:
         """The error over the expected one."""
         return self.error / self.expected if self.expected else math.inf
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the error is larger than the expected one by more than chance explains."""
+        return not self.ratio <= max(RATIO, self.by_chance)
+
 
 def is_flagged(one: Judged) -> bool:
     """Return whether a stage's error is larger than rounding explains."""
-    return one.is_missing or not one.ratio <= max(RATIO, one.by_chance) or not abs(one.gain) <= GAIN
+    return one.is_missing or one.is_large or not abs(one.gain) <= GAIN
 
 
 def allowed_ratio(count: int) -> float:

@@ -57,16 +57,11 @@ class SeenFeatures:
 
     def __init__(self) -> None:
         self.formats: dict[str, LayerFormats] = {}
-        self._weights: dict[str, list[str]] = {}
         self._unknown: list[str] = []
 
-    def of(self, candidate: nn.Module) -> None:
-        """Note under which names TE's modules ask for features of their weights."""
-        self._weights = _list_weights(candidate)
-
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note what the features that are on do to every tensor in this context.
+    def watched(self, candidate: nn.Module) -> Iterator[None]:
+        """Note what the features that are on do to every tensor of a candidate's layers in this context.
 
         Raises:
             UserError: at its end, if a feature changed a tensor in a way that has no rounding model.
@@ -75,6 +70,7 @@ class SeenFeatures:
         if api is None or wrappers is None:
             yield
             return
+        weights = _list_weights(candidate)
         wrapper, features = wrappers.DebugQuantizer, api.transformer_engine
         made, called = wrapper.__init__, features.call_feature
 
@@ -104,7 +100,7 @@ class SeenFeatures:
         def note(layer: str, formats: LayerFormats) -> None:
             if ".gemm_" in layer:  # ``general_grouped_gemm`` drops what features return of a product
                 formats = {key: one for key, one in formats.items() if key[1] != "product"}
-            for weight in self._weights.get(layer, ()) if formats else ():
+            for weight in weights.get(layer, ()) if formats else ():
                 self.formats[weight] = {**self.formats.get(weight, {}), **formats}
 
         wrapper.__init__, features.call_feature = make, call

@@ -193,7 +193,6 @@ def pass_on_rank(given: Given) -> OnRank:
             )
 
         features = SeenFeatures()
-        features.of(candidate)
 
         def as_result(ran: Pass) -> OnRank:
             return OnRank(
@@ -209,7 +208,7 @@ def pass_on_rank(given: Given) -> OnRank:
                 pipeline=dataclasses.replace(pair.parallel.pipeline, names=None, step=None),
             )
 
-        with features.watched():
+        with features.watched(candidate):
             ran = settled(once, precision.warmup_passes, is_so_on_all)
         result = as_result(ran)
         norm = pair.parallel.gradient_norm

@@ -608,12 +608,11 @@ class Trainee:
         is_own = self.training.candidate_step is not None
         watching = watched(self._module, self.optimizer, self._optimized, self._written, is_own)
         formats, features = SeenFormats(), SeenFeatures()
-        features.of(self._module)
         looking: AbstractContextManager[None] = nullcontext()
         if self._watches_formats:
             formats.of(self._module)
             looking = formats.watched()
-        with watching as seen, sums_in_16_bits(self._module) as lost, looking, features.watched():
+        with watching as seen, sums_in_16_bits(self._module) as lost, looking, features.watched(self._module):
             loss = step(self._model, self.optimizer, *args, **kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

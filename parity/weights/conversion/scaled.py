@@ -58,7 +58,7 @@ def dequantize(old: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Mapping[s
             )
             continue
         scales[key] = name
-        read = partial(_multiply, key, old[key], name, old[name], dtype)
+        read = partial(_multiply_by_scales, key, old[key], name, old[name], dtype)
         found[key] = UnreadTensor(read, shape, dtype, old[key].device)
     if problems:
         raise ConversionError("\n".join(lines(problems)))
@@ -78,7 +78,7 @@ def _are_known(shape: tuple[int, ...], of_scale: tuple[int, ...]) -> bool:
     return math.prod(of_scale) == 1 or of_scale in (by_row, shape[:-1], (*shape[:-2], *_count_blocks(shape)))
 
 
-def _multiply(key: str, codes: Tensor, name: str, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _multiply_by_scales(key: str, codes: Tensor, name: str, scales: Tensor, dtype: torch.dtype) -> Tensor:
     factors = scales.float()
     if not bool(((factors > 0.0) & factors.isfinite()).all()):
         raise ConversionError(f'"{name}" holds scales that are not positive numbers, so "{key}" stands for none')
